@@ -1,0 +1,7 @@
+"The public names; importing this adds the `xla_*` verbs to fastai's `Learner`, and neither imports torch_xla nor starts its runtime"
+from .callback import XLAOptCallback
+from .core import emulate_cores, n_cores
+from .data import TPUDistributedDL
+from . import learner
+
+__all__ = ['n_cores', 'emulate_cores', 'XLAOptCallback', 'TPUDistributedDL']
