@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['require_xla', 'runtime_started', 'require_free_runtime', 'emulate_cores', 'emulated_cores', 'on_tpu', 'n_cores',
-           'check_num_cores', 'ordinal', 'world_size', 'is_master', 'cores_in_process', 'xla_device', 'sync',
-           'rendezvous', 'serialize_steps', 'all_reduce', 'all_gather', 'broadcast_model', 'seed_core', 'peek_rng',
-           'move_module', 'device_type', 'plain', 'xla_autograd']
+           'check_num_cores', 'ordinal', 'world_size', 'is_master', 'cores_in_process', 'local_cores', 'xla_device',
+           'sync', 'rendezvous', 'serialize_steps', 'all_reduce', 'all_gather', 'broadcast_model', 'seed_core',
+           'peek_rng', 'move_module', 'device_type', 'plain', 'xla_autograd']
 
 # %% ../nbs/00_core.ipynb #da50cc79
 import importlib.metadata, os, random, sys, threading
@@ -130,7 +130,7 @@ def check_num_cores(
         raise ValueError(f"num_cores={num_cores!r}: it may be None (all {n}) or {how}")
     return num_cores
 
-# %% ../nbs/00_core.ipynb #ede85526
+# %% ../nbs/00_core.ipynb #bc877ca5
 def ordinal()->int:
     "This core's number among all cores; 0 outside a core"
     if not runtime_started(): return 0
@@ -152,6 +152,12 @@ def cores_in_process()->int:
     if not runtime_started() or world_size() == 1: return 1
     from torch_xla import runtime as xr
     return xr.addressable_device_count()
+
+def local_cores()->int:
+    "How many cores of this host train; 1 outside a core"
+    if not runtime_started() or world_size() == 1: return 1
+    from torch_xla import runtime as xr
+    return xr.local_device_count()
 
 # %% ../nbs/00_core.ipynb #65dc1eb4
 def xla_device(
@@ -190,7 +196,7 @@ def serialize_steps():
         with lock: return marker(device, devices, wait=wait, reset_scope=reset_scope)
     C._xla_step_marker = step_marker
 
-# %% ../nbs/00_core.ipynb #fc1615d6
+# %% ../nbs/00_core.ipynb #1256232f
 def all_reduce(
     ts:torch.Tensor|list, # One tensor (the result is new) or a list (reduced in place)
     op:str='sum',         # `sum`, `mul`, `min`, `max`, `and` or `or`
@@ -208,7 +214,8 @@ def all_gather(
     "Values of all cores, joined; with one core, `t`"
     if world_size() == 1: return t
     import torch_xla.core.xla_model as xm
-    return xm.all_gather(t, dim=dim)
+    # with its default, pin_layout=True, each core pads by its own number: other programs on all cores, which then wait for each other
+    return xm.all_gather(t, dim=dim, pin_layout=False)
 
 def broadcast_model(
     model:nn.Module # On this core's device
