@@ -367,7 +367,7 @@ def put_together(
     if is_listy(s) and not isinstance(s, slice): return _like(s, [put_together(o, ts) for o in s])
     return s
 
-# %% ../nbs/04_data.ipynb #4b22d8f3
+# %% ../nbs/04_data.ipynb #0b068837
 class DeviceDL(GetAttr):
     "Batches of `dl` on an XLA device, fetched and uploaded in the background by torch_xla's `ParallelLoader`"
     _default = 'dl'
@@ -417,8 +417,8 @@ class DeviceDL(GetAttr):
 
     def to_detach(self, b, cpu=True, gather=True):
         "What `Learner.to_detach` calls: detached, on the CPU, and without padding"
-        b = self.trim(b)
-        return apply(lambda t: (t.detach().cpu() if cpu else t.detach()) if isinstance(t, Tensor) else t, b)
+        b = apply(lambda t: (t.detach().cpu() if cpu else t.detach()) if isinstance(t, Tensor) else t, b)
+        return self.trim(b)   # on the host, where another shape is no other program
 
     def trim(self, b):
         "`b`, of the batch that was yielded last, without its padding"

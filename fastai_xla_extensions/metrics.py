@@ -85,7 +85,7 @@ def is_mean(
     known = type(f) in _means or f in _mean_functions
     return known and getattr(loss_func, 'reduction', kw.get('reduction', 'mean')) == 'mean' and not weighs_targets(loss_func)
 
-# %% ../nbs/05_metrics.ipynb #7dce705a
+# %% ../nbs/05_metrics.ipynb #3034695d
 def _switchable(loss_func):
     "Where the `reduction` of `loss_func` is switched off: itself, or the loss under a MixUp"
     h = getattr(loss_func, '__self__', None)
@@ -96,7 +96,7 @@ def per_sample(
 )->bool:
     "Whether the loss can be had per sample"
     f = _switchable(loss_func)
-    if hasattr(f, 'reduction'): return f.reduction == 'mean'
+    if hasattr(f, 'reduction'): return f.reduction in ('mean', 'sum')
     if f is not loss_func: return False
     try: p = inspect.signature(f).parameters.get('reduction')
     except (TypeError, ValueError): return False
@@ -132,19 +132,19 @@ def reduce_metrics(
     s = sum_over_cores([x for m in ms for x in (m.total, m.count)])
     for m,total,count in zip(ms, s[::2], s[1::2]): m.total,m.count = torch.tensor(total),int(count)
 
-# %% ../nbs/05_metrics.ipynb #a4b09d6f
+# %% ../nbs/05_metrics.ipynb #2cd55ead
 def join_batch(
     b,            # Tensors of this core's batch, or nested lists of them
     share:Shares, # The loader that the batch is from
     step:int      # Batch of the epoch
 ):
-    "`b` of all cores, in the order that the samples would have on one core, without padding"
-    rows,n,total = share.n_rows(step),share.world_size,share.n_global(step)
+    "`b` of all cores, in the order that the samples would have on one core; padding, if there is any, comes last"
+    rows,n = share.n_rows(step),share.world_size
     def _join(t):
         if not isinstance(t, Tensor): return t
         if not t.ndim or len(t) != rows: raise TypeError(f"A tensor of shape {tuple(t.shape)} among the predictions or targets of a batch of {rows} samples: it can't be joined over the cores")
         g = all_gather(plain(t).to(torch.uint8) if t.dtype == torch.bool else plain(t))
-        g = g.view(n, rows, *t.shape[1:]).transpose(0, 1).reshape(n*rows, *t.shape[1:])[:total]   # core r has every n-th sample, from r on
+        g = g.view(n, rows, *t.shape[1:]).transpose(0, 1).reshape(n*rows, *t.shape[1:])   # core r has every n-th sample, from r on
         g = g.bool() if t.dtype == torch.bool else g
         return g if type(t) is Tensor else g.as_subclass(type(t))
     return apply(_join, b)
