@@ -252,7 +252,7 @@ def on_host(
     try: yield dl
     finally: dl.device = old
 
-# %% ../nbs/04_data.ipynb #94dfd475
+# %% ../nbs/04_data.ipynb #4f99d4b8
 _loader_settings = 'collate_fn timeout worker_init_fn multiprocessing_context prefetch_factor'.split()
 
 class TorchShares(Shares):
@@ -275,6 +275,7 @@ class TorchShares(Shares):
             raise TypeError(f"{name} is an IterableDataset without a method `shard(num_shards, index)`: every core would read the same items")
         try: self.n = len(dl.dataset if self.iterable else dl.batch_sampler if self.batches else dl.sampler)
         except TypeError as e: raise ValueError(f"{name} has no length, so the cores can't agree on the number of steps") from e
+        if self.iterable and 0 < self.n < world_size and not self.drop_last: raise ValueError(f"{name} has {self.n} items, too few for {world_size} cores")
         self.num_workers = dl.num_workers//(n_local or world_size)
 
     def set_epoch(self,
@@ -306,7 +307,6 @@ class TorchShares(Shares):
             if (new is None) != (n == 0) or (n and self.bs and find_bs(new) < n):
                 raise ValueError(f"{type(self.dataset).__name__}.shard({self.world_size}, {self.rank}) gave {0 if new is None else find_bs(new)} items for batch {k}, and {n} were its share of {self.n}")
             b = new if new is not None else b
-            if b is None: raise ValueError(f"{self.n} items are too few for {self.world_size} cores")
             yield apply(lambda t: t[torch.arange(rows) % len(t)] if isinstance(t, Tensor) and t.ndim and self.bs else t, b)
 
     def __iter__(self):
