@@ -14,10 +14,11 @@ import cloudpickle
 
 from . import core as xla
 
-# %% ../nbs/07_launch.ipynb #de036a12
+# %% ../nbs/07_launch.ipynb #8fdcb03f
 class Core:
     "One core, as the function that runs on it sees it"
-    def __init__(self, conn):
+    def __init__(self, conn, folder):
+        self.folder = folder   # of this call, shared by the cores of this host, gone afterwards
         self.rank,self.world_size,self._conn,self._lock = xla.ordinal(),xla.world_size(),conn,threading.Lock()
         self.is_master,self.shares_process = self.rank == 0,xla.cores_in_process() > 1
         self.device = xla.xla_device('launch')
@@ -46,7 +47,7 @@ def _connect(address):
     s.connect(address)
     return multiprocessing.connection.Connection(s.detach())
 
-# %% ../nbs/07_launch.ipynb #768cb7bb
+# %% ../nbs/07_launch.ipynb #4cc615d3
 _jobs = {}
 
 def _portable(e):
@@ -64,7 +65,7 @@ def _on_core(ordinal, address):
     except OSError: pass    # done already, by another core of this process
     xla.serialize_steps()
     conn = _connect(address)
-    core = Core(conn)
+    core = Core(conn, Path(address).parent)
     local = int(os.environ.get('PJRT_LOCAL_PROCESS_COUNT', 1))*xla.cores_in_process()
     core._send('hello', core.rank, core.world_size, os.getpid(), local)
     try:
@@ -145,7 +146,7 @@ def _kill(procs):
             except (ProcessLookupError, PermissionError): pass
     for p in procs: p.join(10)
 
-# %% ../nbs/07_launch.ipynb #f55f803a
+# %% ../nbs/07_launch.ipynb #4e1aee34
 class _Run:
     "One launch: cores that have connected, and what they have sent"
     def __init__(self, fn, args, kwargs, n, start_method, on_event):
@@ -215,10 +216,11 @@ class _Run:
         for p in procs: p.join(1)
         codes = [p.exitcode for p in procs]
         if not self.lost and self.spawn_error is not None:
-            raise RuntimeError(f'The cores could not be started: {self.spawn_error}') from self.spawn_error
+            hint = '' if self.start_method == 'fork' else " A script that uses start_method='spawn' needs `if __name__ == '__main__':` around what it runs, since every core imports it."
+            raise RuntimeError(f'The cores could not be started: {self.spawn_error}.{hint}') from self.spawn_error
         raise _death_error(self.lost, self.world, codes)
 
-# %% ../nbs/07_launch.ipynb #47c27341
+# %% ../nbs/07_launch.ipynb #2d88abb7
 def check_start_method(
     start_method:str|None # 'fork', 'spawn' or None
 )->str:
@@ -236,6 +238,8 @@ def launch(
 )->list:
     "Run `fn` on every core; its results in the order of the cores, or the first error of any core. Never starts the runtime in this process"
     start_method,n = check_start_method(start_method),xla.check_num_cores(num_cores)
+    if getattr(multiprocessing.current_process(), '_inheriting', False):   # a spawned core that imports the script
+        raise RuntimeError("This script starts cores whenever it is imported, and each core imports it: put what it runs under `if __name__ == '__main__':`")
     xla.require_xla()
     xla.require_free_runtime(getattr(fn, '__name__', 'launch'))
     return _Run(fn, args, kwargs, n, start_method, on_event)()
