@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['require_xla', 'runtime_started', 'require_free_runtime', 'emulate_cores', 'emulated_cores', 'on_tpu', 'n_cores',
            'check_num_cores', 'ordinal', 'world_size', 'is_master', 'cores_in_process', 'local_cores', 'xla_device',
-           'sync', 'rendezvous', 'serialize_steps', 'all_reduce', 'all_gather', 'broadcast_model', 'seed_core',
-           'peek_rng', 'move_module', 'device_type', 'plain', 'xla_autograd']
+           'sync', 'enter_core', 'serialize_steps', 'all_reduce', 'all_gather', 'rendezvous', 'broadcast_model',
+           'seed_core', 'peek_rng', 'move_module', 'device_type', 'plain', 'xla_autograd']
 
 # %% ../nbs/00_core.ipynb #da50cc79
 import importlib.metadata, os, random, sys, threading
@@ -159,7 +159,7 @@ def local_cores()->int:
     from torch_xla import runtime as xr
     return xr.local_device_count()
 
-# %% ../nbs/00_core.ipynb #65dc1eb4
+# %% ../nbs/00_core.ipynb #f86352b7
 def xla_device(
     by:str='' # The call that wants the device, kept for messages
 )->torch.device:
@@ -175,13 +175,13 @@ def sync(
     "Cut the lazy graph here and launch it: once per batch"
     require_xla().sync(wait=wait)
 
-def rendezvous(
-    tag:str # Name of the meeting point, for torch_xla's logs
+# %% ../nbs/00_core.ipynb #66efa6e8
+def enter_core(
+    emulating:int # Cores that the caller emulates; 0: none
 ):
-    "Wait until every core has come here"
-    if world_size() == 1: return
-    import torch_xla.core.xla_model as xm
-    xm.rendezvous(tag)
+    "Tell this process, in which the runtime was started by `xmp.spawn`, what it needs to know of its caller"
+    if emulating: _state['emulating'] = emulating
+    serialize_steps()
 
 # %% ../nbs/00_core.ipynb #f16bd202
 def serialize_steps():
@@ -196,7 +196,7 @@ def serialize_steps():
         with lock: return marker(device, devices, wait=wait, reset_scope=reset_scope)
     C._xla_step_marker = step_marker
 
-# %% ../nbs/00_core.ipynb #1256232f
+# %% ../nbs/00_core.ipynb #a285c13a
 def all_reduce(
     ts:torch.Tensor|list, # One tensor (the result is new) or a list (reduced in place)
     op:str='sum',         # `sum`, `mul`, `min`, `max`, `and` or `or`
@@ -216,6 +216,13 @@ def all_gather(
     import torch_xla.core.xla_model as xm
     # with its default, pin_layout=True, each core pads by its own number: other programs on all cores, which then wait for each other
     return xm.all_gather(t, dim=dim, pin_layout=False)
+
+def rendezvous():
+    "Wait until every core has come here (`xm.rendezvous` reads its result before the graph is cut, which emulated cores don't survive)"
+    if world_size() == 1: return
+    t = all_reduce(torch.zeros(1).to(xla_device()))
+    sync()
+    t.cpu()
 
 def broadcast_model(
     model:nn.Module # On this core's device

@@ -47,7 +47,7 @@ def _connect(address):
     s.connect(address)
     return multiprocessing.connection.Connection(s.detach())
 
-# %% ../nbs/07_launch.ipynb #4cc615d3
+# %% ../nbs/07_launch.ipynb #aac26686
 _jobs = {}
 
 def _portable(e):
@@ -59,11 +59,11 @@ def _portable(e):
             return b
         except Exception: pass
 
-def _on_core(ordinal, address):
+def _on_core(ordinal, address, emulating):
     "What `xmp.spawn` runs on each core"
     try: os.setpgid(0, 0)   # Ctrl-C and a notebook's stop button reach the caller alone, and it ends the core with all that it has started
     except OSError: pass    # done already, by another core of this process
-    xla.serialize_steps()
+    xla.enter_core(emulating)
     conn = _connect(address)
     core = Core(conn, Path(address).parent)
     local = int(os.environ.get('PJRT_LOCAL_PROCESS_COUNT', 1))*xla.cores_in_process()
@@ -104,16 +104,16 @@ def _core_error(rank, world_size, pickled, name, msg, tb):
     e.__cause__ = CoreTraceback(tb)
     return e
 
-# %% ../nbs/07_launch.ipynb #f2d53a81
-def _death_error(lost, world_size, codes):
-    "A core's process ended without a word"
-    which = ', '.join(map(str, sorted(lost))) or '?'
-    sig = next((-c for c in codes if c and c < 0), None)
-    how = f'was killed by signal {sig} ({signal.Signals(sig).name})' if sig else f'ended with exit code {next((c for c in codes if c), "unknown")}'
+# %% ../nbs/07_launch.ipynb #db2d5f70
+def _death_error(cores, world_size, code, start_method):
+    "The process of `cores` ended without a word"
+    which = ', '.join(map(str, sorted(cores)))
+    sig = -code if code and code < 0 else None
+    how = f'was killed by signal {sig} ({signal.Signals(sig).name})' if sig else f'ended with exit code {code}'
     why = ' Most often the system was short of memory: try a smaller batch size, fewer loader workers, or data that is read from disk.' if sig == signal.SIGKILL else ''
     return RuntimeError(f'core {which} of {world_size}: the process of the core {how}, without an exception in Python.{why}')
 
-# %% ../nbs/07_launch.ipynb #1a1de9e8
+# %% ../nbs/07_launch.ipynb #760c530d
 @contextmanager
 def _environment(env):
     "Set variables, and put the old ones back"
@@ -125,18 +125,18 @@ def _environment(env):
             if v is None: os.environ.pop(k, None)
             else: os.environ[k] = v
 
-def _single_core(address):
+def _single_core(*args):
     import torch_xla.distributed.xla_multiprocessing as xmp
-    xmp.spawn(_on_core, args=(address,), nprocs=1)
+    xmp.spawn(_on_core, args=args, nprocs=1)
 
 def _start(address, n, start_method):
     "Run the cores until they end; in a thread of its own, since `xmp.spawn` blocks"
     xla.require_xla()
     import torch_xla.distributed.xla_multiprocessing as xmp
     if n == 1 and xla.on_tpu():   # with nprocs=1 `xmp.spawn` runs in the calling process, which must not take the device
-        p = multiprocessing.get_context(start_method).Process(target=_single_core, args=(address,))
+        p = multiprocessing.get_context(start_method).Process(target=_single_core, args=(address, 0))
         p.start(); p.join()
-    else: xmp.spawn(_on_core, args=(address,), start_method=start_method)
+    else: xmp.spawn(_on_core, args=(address, xla.emulated_cores()), start_method=start_method)
 
 def _kill(procs):
     "End processes and what they have started"
@@ -144,81 +144,107 @@ def _kill(procs):
         for kill in (os.killpg, os.kill):   # the group exists once the core has started
             try: kill(p.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError): pass
-    for p in procs: p.join(10)
+    for p in procs:
+        end = time.monotonic() + 10
+        while p.exitcode is None and time.monotonic() < end: time.sleep(.01)   # `join` waits for children of the process as well
 
-# %% ../nbs/07_launch.ipynb #4e1aee34
+# %% ../nbs/07_launch.ipynb #43fa2824
 class _Run:
     "One launch: cores that have connected, and what they have sent"
     def __init__(self, fn, args, kwargs, n, start_method, on_event):
         self.job,self.n,self.start_method,self.on_event = (fn, args, kwargs),n,start_method,on_event
-        self.conns,self.results,self.failure = {},{},None
+        self.ranks,self.pids,self.results = {},{},{}   # by connection
         self.expected = self.world = n
+        self.procs,self.spawn_error,self.payload = set(),None,None
 
-    def _receive(self, conn, sock):
+    def _receive(self, conn):
         "Handle what has come on `conn`"
-        if conn is sock:
-            c = multiprocessing.connection.Connection(sock.accept()[0].detach())
-            self.conns[c] = None
+        if conn is self.sock:
+            c = multiprocessing.connection.Connection(self.sock.accept()[0].detach())
+            self.ranks[c] = None
             if self.payload is not None: c.send_bytes(self.payload)
             return
         try: kind,*msg = pickle.loads(conn.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            rank = self.conns.pop(conn)
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            self.ranks.pop(conn)
             conn.close()
-            if rank is not None and conn not in self.results: self.lost.append(rank)
             return
-        rank = self.conns[conn]
-        if kind == 'hello': self.conns[conn],self.world,pid,self.expected = msg
+        rank = self.ranks[conn]
+        if kind == 'hello': self.ranks[conn],self.world,self.pids[conn],self.expected = msg; self.names[conn] = msg[0]
         elif kind == 'event' and self.on_event is not None: self.on_event(rank, msg[0], *msg[1])
         elif kind == 'result': self.results[conn] = (rank, msg[0])
-        elif kind == 'error': self.failure = _core_error(rank, self.world, *msg)
+        elif kind == 'error': raise _core_error(rank, self.world, *msg)
+
+    def _drain(self, timeout):
+        "Handle all that comes within `timeout`; whether anything came"
+        ready = multiprocessing.connection.wait([self.sock, *self.ranks], timeout)
+        for c in ready: self._receive(c)
+        return bool(ready)
 
     def _spawn(self):
         try: _start(self.address, self.n, self.start_method)
         except BaseException as e: self.spawn_error = e
 
-    def _drain(self, sock, timeout):
-        for c in multiprocessing.connection.wait([sock, *self.conns], timeout):
-            self._receive(c, sock)
-            if self.failure is not None: raise self.failure
+    def _cores(self):
+        "The processes that this call has started"
+        self.procs |= set(multiprocessing.active_children()) - self.before
+        return self.procs
+
+    def _check_alive(self):
+        "Raise for cores whose process has ended before they gave a result"
+        if all(p.exitcode is None for p in self._cores()): return
+        while self._drain(0): pass   # what they sent last
+        waiting = {pid for c,pid in self.pids.items() if c not in self.results}
+        dead = {p.pid: p.exitcode for p in self.procs if p.exitcode is not None and p.pid in waiting}
+        if not dead: return
+        # the pool ends the others when it sees that one is gone: those are not the cause
+        time.sleep(.2)
+        dead = {p.pid: p.exitcode for p in self.procs if p.exitcode is not None and p.pid in waiting}
+        pid = min(dead, key=lambda o: (dead[o] == -signal.SIGTERM, o))
+        raise _death_error([self.names[c] for c,o in self.pids.items() if o == pid], self.world, dead[pid], self.start_method)
 
     def __call__(self):
-        self.lost,self.spawn_error,self.payload = [],None,None
+        self.names = {}
         if self.start_method != 'fork': self.payload = cloudpickle.dumps(self.job)
-        before = set(multiprocessing.active_children())
-        cores = lambda: set(multiprocessing.active_children()) - before
-        with tempfile.TemporaryDirectory(prefix='xla') as d, socket.socket(socket.AF_UNIX) as sock, _environment(self.env()):
+        self.before = set(multiprocessing.active_children())
+        with _short_folder() as d, socket.socket(socket.AF_UNIX) as self.sock, _environment(self._env()):
             self.address = str(Path(d)/'s')
-            sock.bind(self.address); sock.listen(256)
+            self.sock.bind(self.address); self.sock.listen(256)
             if self.payload is None: _jobs[self.address] = self.job
             thread = threading.Thread(target=self._spawn, daemon=True)
-            procs = set()
             try:
                 thread.start()
-                while thread.is_alive() and not self.lost:
-                    procs |= cores()
-                    self._drain(sock, .1)
-                while self.conns and not self.lost: self._drain(sock, 1)   # the cores have ended: what they sent last
-                if self.lost or len(self.results) < self.expected: self._missing(procs | cores(), thread)
+                while thread.is_alive():
+                    self._drain(.1)
+                    self._check_alive()
+                while self._drain(0): pass
+                if len(self.results) < self.expected: self._missing()
                 return [r for _,r in sorted(self.results.values(), key=lambda o: o[0])]
             finally:
                 _jobs.pop(self.address, None)
-                _kill(procs | cores())
-                thread.join(10)
-                for c in self.conns: c.close()
+                end = time.monotonic() + 10
+                while True:   # a process may just be starting
+                    _kill(self._cores())
+                    if not thread.is_alive() or time.monotonic() > end: break
+                    thread.join(.1)
+                for c in self.ranks: c.close()
 
-    def env(self):
-        n = xla.emulated_cores()
-        return {'CPU_NUM_DEVICES': str(self.n)} if n else {}
+    def _env(self): return {'CPU_NUM_DEVICES': str(self.n)} if xla.emulated_cores() else {}
 
-    def _missing(self, procs, thread):
-        "Not every core gave a result, and none said why"
-        for p in procs: p.join(1)
-        codes = [p.exitcode for p in procs]
-        if not self.lost and self.spawn_error is not None:
-            hint = '' if self.start_method == 'fork' else " A script that uses start_method='spawn' needs `if __name__ == '__main__':` around what it runs, since every core imports it."
-            raise RuntimeError(f'The cores could not be started: {self.spawn_error}.{hint}') from self.spawn_error
-        raise _death_error(self.lost, self.world, codes)
+    def _missing(self):
+        "The cores have ended, and not all of them gave a result"
+        lost = [rank for c,rank in self.names.items() if c not in self.results]
+        code = next((p.exitcode for p in self.procs if p.exitcode), None)
+        if lost: raise _death_error(lost, self.world, code, self.start_method)
+        hint = '' if self.start_method == 'fork' else " A script that uses start_method='spawn' needs `if __name__ == '__main__':` around what it runs, since every core imports it."
+        raise RuntimeError(f'The cores could not be started: {self.spawn_error or f"exit code {code}"}.{hint}') from self.spawn_error
+
+def _short_folder():
+    "A temporary folder whose path is short enough for a socket (107 characters at most)"
+    d = tempfile.TemporaryDirectory(prefix='xla')
+    if len(d.name) < 100: return d
+    d.cleanup()
+    return tempfile.TemporaryDirectory(prefix='xla', dir=os.path.join(os.sep, 'tmp'))
 
 # %% ../nbs/07_launch.ipynb #2d88abb7
 def check_start_method(

@@ -185,13 +185,14 @@ def _train(core, learn, args, kwargs, draws, opts):
     getattr(learn, opts['verb'])(*args, **{**kwargs, 'cbs': cbs})
     if core.is_master: return pack_learner(learn, cbs),draws
 
-# %% ../nbs/08_learner.ipynb #6850a162
+# %% ../nbs/08_learner.ipynb #a91dadd1
 def describe(
     learn:Learner, # Its training loader has the batch size of one core
-    n:int          # Cores
+    n:int,         # Cores
+    dl=None        # The loader; default: the one to train with
 )->str:
     "What a step is: cores, batch size of a core, samples per step, steps per epoch"
-    share = share_out(learn.dls.train, 0, n)
+    share = share_out(learn.dls.train if dl is None else dl, 0, n)
     return f"{n} core{'s'*(n>1)} x bs {share.per_core} = {n*share.per_core} a step, {len(share)} steps an epoch"
 
 class Screen:

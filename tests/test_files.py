@@ -32,6 +32,13 @@ def get_learner(model=mlp, **kwargs):
     learn.remove_cb(ProgressCallback)
     return learn
 
+class RunningMean(Callback):
+    "Keeps a tensor on the device from one fit to the next"
+    mean = None
+    def after_loss(self):
+        m = self.learn.pred.detach().mean(0)
+        self.mean = m if self.mean is None else self.mean*.9 + m*.1
+
 def fit(learn, n=1, seed=0, **kwargs):
     "Epochs in an order that depends on `seed` alone"
     learn.dls.train.rng.seed(seed)
@@ -149,18 +156,20 @@ def test_going_on_after_a_file(run):
     from common import *
     from fastai_xla_extensions.all import *
 
-    ref,cpu,learn = get_learner().to_xla(),get_learner(),get_learner().to_xla()
+    ref,cpu,learn = [get_learner(cbs=RunningMean) for _ in range(3)]
+    ref.to_xla(); learn.to_xla()
     for o in (ref, cpu, learn): fit(o, seed=1)
     ps = list(learn.model.parameters())
     learn.save('m'); learn.save('weights', with_opt=False); learn.export('a.pkl')
     copies = [deepcopy(learn), pickle.loads(pickle.dumps(learn))]
     assert all(p is q for p,q in zip(learn.model.parameters(), ps)) and all(p.device.type == 'xla' for p in ps)
-    assert learn.dls.device.type == learn.dls.train.after_batch[-1].mean.device.type == learn.loss_func.func.weight.device.type == 'xla'
+    assert {o.device.type for o in (learn.dls, learn.dls.train.after_batch[-1].mean, learn.loss_func.func.weight, learn.running_mean.mean)} == {'xla'}
     same(learn, ref)
 
     for o in (ref, cpu, learn): fit(o, seed=2)
     same(learn, ref)
     same(learn, cpu, 1e-4)
+    for o in (ref, cpu): assert torch.allclose(learn.running_mean.mean.cpu(), o.running_mean.mean.cpu(), atol=1e-5)
 
     for o in copies:   # on XLA like the original, and independent of it
         assert type(o) is type(learn) and not {id(p) for p in o.model.parameters()} & set(map(id, ps)) and {p.device.type for p in o.model.parameters()} == {'xla'}
@@ -184,12 +193,14 @@ def test_callbacks_that_write(run):
     from common import *
     from fastai_xla_extensions.all import *
 
-    learn,cpu = get_learner().to_xla(),get_learner()
+    learn,cpu = [get_learner(metrics=[accuracy, F1Score(average='macro'), RocAuc()]) for _ in range(2)]
+    learn.to_xla()
     for o in (learn, cpu):
         spoil = ParamScheduler({'lr': lambda p: .01 if p < .5 else 5.})   # the last epochs are worse than the one before
         fit(o, 4, cbs=[SaveModelCallback(fname=f'best_{id(o)}', with_opt=True), spoil])
     vals = [o[1] for o in cpu.recorder.values]
     assert min(vals) == vals[1]
+    assert np.allclose(learn.recorder.values[:2], cpu.recorder.values[:2], atol=1e-5) and len(cpu.recorder.values[0]) == 5
     same(learn, cpu, 1e-4)
     assert abs(learn.validate()[0] - vals[1]) < 1e-4
     file = learn.path/learn.model_dir/f'best_{id(learn)}.pth'
@@ -273,16 +284,23 @@ def test_optimizers_frozen_and_tied(run):
     run('''
     from common import *
     from fastai_xla_extensions.all import *
+    import torch_xla.debug.metrics as met
 
     def groups(m): return L(m[:2], m[2:]).map(params)
     def adamw(ps, lr, **kwargs): return OptimWrapper(ps, torch.optim.AdamW, lr=lr)
     def sgd(ps, lr, **kwargs): return OptimWrapper(ps, torch.optim.SGD, lr=lr, momentum=.9)
+    n_read = {}   # transfers from the device in an epoch
+    def transfers(): return (met.metric_data('TransferFromDeviceTime') or [0])[0]
     for opt_func,eps in ((adamw, 1e-4), (sgd, 1e-5), (ranger, 1e-4), (Lamb, 1e-4), (partial(SGD, mom=.9), 1e-5), (partial(RMSProp, mom=.9), 1e-4)):
         learn,ref = [get_learner(opt_func=opt_func, splitter=groups) for _ in range(2)]
         for o in (learn, ref): fit(o, lr=slice(1e-3, 1e-2))   # the state of the CPU goes along
         learn.to_xla()
-        for o in (learn, ref): fit(o, seed=1, lr=slice(1e-3, 1e-2))
-        assert on_xla(learn.opt.opt.state if hasattr(learn.opt, 'opt') else learn.opt.state), opt_func
+        start = transfers()
+        fit(learn, seed=1, lr=slice(1e-3, 1e-2))
+        n_read[opt_func] = transfers()-start
+        fit(ref, seed=1, lr=slice(1e-3, 1e-2))
+        state = [t for t in reachable(learn.opt) if isinstance(t, Tensor) and t.numel() > 1]
+        assert len(state) > len(list(learn.model.parameters())) and {t.device.type for t in state} == {'xla'}, opt_func
         learn.save('m')
         is_plain(learn.detach_xla(), ref)
         same(learn, ref, eps)
@@ -290,6 +308,7 @@ def test_optimizers_frozen_and_tied(run):
             assert learn.opt.count == ref.opt.count > learn.opt.k
             assert far(*[torch.cat([p.flatten() for p in o.opt.slow_weights.concat()]) for o in (learn, ref)]) < eps
         same(fit(learn, seed=2), fit(ref, seed=2), eps)
+    assert n_read[adamw] == n_read[sgd], n_read   # AdamW counts its steps on the CPU
 
     learn,ref = [get_learner(splitter=groups) for _ in range(2)]
     for o in (learn, ref): o.freeze()
@@ -322,4 +341,104 @@ def test_optimizers_frozen_and_tied(run):
     assert tied(learn) and tied(load_learner('t.pkl')) and all(p is q for p,q in zip(learn.model.parameters(), ps))
     fit(ref); fit(ref, seed=1)
     same(learn, ref, 1e-4)
+    ''')
+
+def test_tensors_outside_the_state(run):
+    "Tensors that a model or a transform keeps as an attribute go into no file and stay on no device; torch's own loaders have nothing to move"
+    run('''
+    from common import *
+    from fastai_xla_extensions.all import *
+
+    class Stateful(nn.Module):
+        "Holds its last activations, as recurrent models of fastai do"
+        def __init__(self): super().__init__(); self.lin,self.hidden = nn.Linear(64,10),None
+        def forward(self, x):
+            y = self.lin(x.flatten(1))
+            self.hidden = [y.detach().mean(0)]
+            return y
+    learn = get_learner(Stateful).to_xla()
+    fit(learn)
+    assert on_xla(learn.model.hidden)
+    learn.export('s.pkl')
+    assert on_xla(learn.model.hidden)
+    no_xla('s.pkl')
+    fit(learn)
+    assert not on_xla(learn.detach_xla())
+
+    learn = get_learner()
+    for dl in learn.dls.loaders: dl.after_batch.add(aug_transforms(do_flip=False, max_lighting=.5, p_lighting=1.))
+    learn.to_xla()
+    fit(learn)
+    learn.dls.one_batch()   # the transforms keep what they have drawn for this batch
+    learn.export('t.pkl')
+    no_xla('t.pkl')
+    fit(learn, seed=1)
+    learn.dls.one_batch()
+    assert not on_xla(learn.detach_xla())
+    fit(learn, seed=2)
+
+    from torch.utils.data import DataLoader as TorchDL
+    ds = [(torch.randn(64), i%10) for i in range(100)]
+    def torch_learner():
+        set_seed(1)
+        learn = Learner(DataLoaders(TorchDL(ds, 16), TorchDL(ds, 16)), nn.Linear(64,10), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+        learn.remove_cb(ProgressCallback)
+        return learn
+    learn,ref = torch_learner().to_xla(),torch_learner()
+    with learn.no_logging(), ref.no_logging():
+        for o in (learn, ref): o.fit(2)
+        assert not on_xla(learn.detach_xla())
+        same(learn, ref, 1e-4)
+        assert np.allclose(learn.final_record, ref.final_record, atol=1e-5)
+        for o in (learn, ref): o.fit(1)
+    same(learn, ref, 1e-4)
+    ''')
+
+def test_writing_on_all_cores(run):
+    "Callbacks that save, on all cores at once or on the master core alone, while the others go on"
+    run('''
+    from common import *
+    from fastai_xla_extensions.all import *
+    emulate_cores(4)
+
+    def learner(bs, **kwargs):
+        learn = get_learner(loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), **kwargs)
+        for dl in learn.dls.loaders: dl.bs = bs
+        return learn
+    for i in range(4):
+        spoil = [ParamScheduler({'lr': lambda p: .05 if p < .5 else 50.})] if i%2 else []   # with it an epoch in the middle is the best one, without it the last
+        ref = fit(learner(32), 4, cbs=[*spoil, SaveModelCallback(fname='ref')])
+        for name in ('cbs', 'master_cbs'):
+            learn,save = learner(8),SaveModelCallback(fname=f'{name}{i}')
+            learn.dls.train.rng.seed(0)
+            cbs = dict(cbs=[*spoil, save]) if name == 'cbs' else dict(cbs=spoil, master_cbs=save)
+            with learn.no_logging(): learn.xla_fit(4, **cbs)
+            assert far(weights(learn), weights(ref)) < 1e-5
+            assert np.allclose(learn.recorder.values, ref.recorder.values, rtol=1e-3, atol=1e-3)
+            assert str(save.last_saved_path) == f'models/{name}{i}.pth' and abs(save.best - min(o[1] for o in ref.recorder.values)) < 1e-4
+            no_xla(save.last_saved_path)
+            assert far(weights(get_learner().load(f'{name}{i}', with_opt=False)), weights(ref)) < 1e-5
+    assert {o.name for o in Path('models').ls()} == {'ref.pth'} | {f'{o}{i}.pth' for o in ('cbs', 'master_cbs') for i in range(4)}
+    ''')
+
+def test_loader_threads_leave_the_device_alone(run):
+    "A tensor that another thread moves to the device gets into the graph that is being cut: another program, on this core alone"
+    run('''
+    import threading
+    from common import *
+    from fastai_xla_extensions.all import *
+
+    moves = []
+    class Scale(DisplayedTransform):
+        parameters,order = 't',99
+        def __init__(self): super().__init__(); self.t = torch.ones(1)
+        def encodes(self, x:TensorImage): return x*self.t
+        def __setattr__(self, k, v):
+            if k == 't': moves.append((v.device.type, threading.current_thread() is threading.main_thread()))
+            super().__setattr__(k, v)
+    learn = get_learner()
+    for dl in learn.dls.loaders: dl.after_batch.add(Scale())
+    learn.to_xla()
+    fit(learn, 2)
+    assert ('xla', True) in moves and ('xla', False) not in moves, moves
     ''')
