@@ -196,7 +196,7 @@ def serialize_steps():
         with lock: return marker(device, devices, wait=wait, reset_scope=reset_scope)
     C._xla_step_marker = step_marker
 
-# %% ../nbs/00_core.ipynb #a285c13a
+# %% ../nbs/00_core.ipynb #4d3a058b
 def all_reduce(
     ts:torch.Tensor|list, # One tensor (the result is new) or a list (reduced in place)
     op:str='sum',         # `sum`, `mul`, `min`, `max`, `and` or `or`
@@ -205,7 +205,11 @@ def all_reduce(
     "Reduce over all cores; with one core, the same values"
     if world_size() == 1: return ts if isinstance(ts, list) or scale == 1. else ts*scale
     import torch_xla.core.xla_model as xm
-    return xm.all_reduce(op, ts, scale=scale)
+    if not isinstance(ts, list): return xm.all_reduce(op, ts, scale=scale)
+    xm.all_reduce(op, ts)
+    # torch_xla 2.9: what reads a tensor that was reduced in place (a gradient's norm, say) may find its old value, until another operation changes it in place
+    for t in ts: t.mul_(scale)
+    return ts
 
 def all_gather(
     t:torch.Tensor, # Of the same shape on every core

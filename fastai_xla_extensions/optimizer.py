@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OptView', 'reduce_gradients', 'move_opt', 'pack_opt', 'unpack_opt']
 
-# %% ../nbs/02_optimizer.ipynb #b98fcac8
+# %% ../nbs/02_optimizer.ipynb #2fead968
 from collections import defaultdict
 from copy import deepcopy
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from fastai.optimizer import Lookahead, OptimWrapper, Optimizer
 from fastai.torch_core import apply, to_cpu
 
-from .core import world_size
+from .core import all_reduce, world_size
 
-# %% ../nbs/02_optimizer.ipynb #7c734d73
+# %% ../nbs/02_optimizer.ipynb #d16556c0
 class OptView:
-    "A fastai `Optimizer` or `OptimWrapper` as `xm.reduce_gradients` and `xm.optimizer_step` want to see it"
+    "A fastai `Optimizer` or `OptimWrapper` as `xm.optimizer_step` wants to see it, for loops written by hand"
     def __init__(self,
         opt # A fastai `Optimizer` or `OptimWrapper`
     ): self.opt = opt
@@ -29,9 +29,7 @@ def reduce_gradients(
     opt # A fastai `Optimizer` or `OptimWrapper`
 ):
     "Average the gradients over all cores, in place; nothing to do on one"
-    if world_size() == 1: return
-    import torch_xla.core.xla_model as xm
-    xm.reduce_gradients(OptView(opt))
+    if world_size() > 1: all_reduce([p.grad for p,*_ in opt.all_params(with_grad=True)], scale=1/world_size())
 
 # %% ../nbs/02_optimizer.ipynb #71d87ed9
 def _base_opt(opt):

@@ -69,14 +69,13 @@ def run(code, **kwargs):
     return res
 
 ALL = 1,2,4,8
-CASES = dict(
-    # two epochs each: keywords of the learner, clipping, cores
+CASES = dict(   # two epochs each: keywords of the learner, clipping, cores
     sgd   = ('sgd, 1e-5', [(dict(n=310, drop_last=True), None, ALL),
-                           (dict(n=300, drop_last=False), None, ALL),     # 44 items in the last step: on 8 cores 6 or 5 each
-                           (dict(n=259, drop_last=False), None, (4,8)),   # 3 items: some cores have none
-                           (dict(n=300, drop_last=False), .1, (2,8))]),
-    adam  = ('Adam, 1e-4', [(dict(n=300, lr=.01), None, ALL), (dict(n=300, lr=.01), .1, (4,))]),
-    adamw = ('partial(OptimWrapper, opt=torch.optim.AdamW), 1e-4', [(dict(n=300, lr=.01), None, ALL), (dict(n=300, lr=.01), .1, (4,))]))
+                           (dict(n=299), None, (2,8)),    # 43 items in the last step: the cores have 22 or 21, 6 or 5
+                           (dict(n=259), None, (8,)),     # 3 items: some cores have none
+                           (dict(n=299), .1, (4,8))]),
+    adam  = ('Adam, 1e-4', [(dict(n=299, lr=.01), .1, ALL)]),
+    adamw = ('partial(OptimWrapper, opt=torch.optim.AdamW), 1e-4', [(dict(n=299, lr=.01), .1, ALL)]))
 
 @pytest.mark.parametrize('opt', CASES)
 def test_equal(opt):
@@ -93,7 +92,7 @@ def test_equal(opt):
         start = vec(ref)
         with ref.no_logging(): ref.fit(2)
         assert (vec(ref)-start).norm() > .02*start.norm() and len(ref.recorder.values) == 2
-        if clip: assert diff(ref, refs[-1]) > .01   # it is clipped
+        if clip and refs: assert diff(ref, refs[-1]) > .01   # it is clipped
         refs.append(ref)
         for n in cores:
             learn,what = make(64//n, kwargs, clip),f'{{n}} cores {{kwargs}} {{clip}}'
@@ -373,7 +372,7 @@ def test_cores_and_samples():
         def before_fit(self): (self.folder/f'world-{ordinal()}').write_text(str(world_size()))
         def before_train(self): self.ids = []
         before_validate = before_train
-        def after_pred(self): self.ids.append(self.learn.yb[0][:,0])
+        def after_batch(self): self.ids.append(self.learn.yb[0][:,0].clone())
         def after_train(self): self._write('train')
         def after_validate(self): self._write('valid')
         def _write(self, what): (self.folder/f'{what}-{self.epoch}-{ordinal()}').write_text(str([o.int().tolist() for o in self.ids]))
@@ -473,7 +472,8 @@ def test_faults():
 
 def test_steady_batches():
     """After the first epoch nothing is compiled. A training batch is two executions and one transfer to the host on each core:
-    the step, and the loss that the recorder reads; a validation batch three and two: the loss and the metric"""
+    the step, and the loss that the recorder reads; a validation batch three and two: the loss and the metric. A short last
+    batch has its predictions and targets cut to size on the host"""
     run('''
     import torch_xla.debug.metrics as met
     emulate_cores(4)
@@ -498,7 +498,7 @@ def test_steady_batches():
             steps = [(b[3]-a[3], b[4]-a[4]) for a,b in zip(later, later[1:]) if a[:2] == b[:2] == (b[0], True)]
             assert steps == [(2*n, n)]*len(steps) and len(steps) == 2*5, steps
             vals = [(b[3]-a[3], b[4]-a[4]) for a,b in zip(later, later[1:]) if a[:2] == b[:2] == (b[0], False)]
-            assert vals == [(3*n, 2*n)]*len(vals) and len(vals) == 2*2, vals
+            assert vals == [(3*n, 2*n), (2*n, 3*n)]*2, vals   # metrics of the short last batch are taken on the host
     for clip in None, .1:
         learn,counts = learner(16, n=300, cbs=GradientClip(clip) if clip else None),Counts(4)
         with learn.no_logging(): learn.xla_fit(3, cbs=counts)
@@ -529,7 +529,7 @@ def test_output():
     res = run('''
     emulate_cores(2)
     class Slow(Callback):
-        def before_train(self): time.sleep(1)
+        def before_train(self): time.sleep(.6)
     if sys.argv[1:]:
         learner(16, cbs=ProgressCallback()).xla_fit(3, cbs=Slow())
         sys.exit()
@@ -543,7 +543,7 @@ def test_output():
     assert rows[0] == '2 cores x bs 16 = 32 a step, 10 steps an epoch'.split(), rows
     assert rows[1] == ['epoch', 'train_loss', 'valid_loss', 'accuracy', 'time'] and [r[0] for r in rows[2:]] == ['0', '1', '2'], rows
     assert np.allclose([[float(o) for o in r[1:4]] for r in rows[2:]], ref.recorder.values, atol=1e-5), rows
-    assert all(b-a > .8 for a,b in zip(times[2:], times[3:])) and times[2]-times[0] > .8 and end-times[2] > 1.6, times
+    assert all(b-a > .5 for a,b in zip(times[2:], times[3:])) and times[2]-times[0] > .5 and end-times[2] > 1, times
 
     # a logger of one's own gets the rows as fastai gives them
     own,theirs = [],[]
