@@ -7,13 +7,14 @@ __all__ = ['xla_callbacks', 'XLASync', 'XLAOptCallback', 'as_data', 'XLALoss', '
            'XLAGradientAccumulation', 'XLATerminateOnNaN', 'XLACutMix', 'rand_box', 'xla_form', 'own_form',
            'look_at_data', 'OnXLA']
 
-# %% ../nbs/06_callback.ipynb #7d9e75ff
-import time
+# %% ../nbs/06_callback.ipynb #19ab7612
+import time, types
+from collections import OrderedDict
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 
-import numpy as np, torch
+import cloudpickle, numpy as np, torch
 from torch import Tensor, nn
 from fastcore.basics import patch
 from fastcore.foundation import L
@@ -32,13 +33,15 @@ from .core import (all_reduce, broadcast_model, is_master, local_cores, move_mod
 from .data import DeviceDL, Shares, share_out
 from .layers import SyncBatchNorm, average_bn, batch_norms, from_static, to_static
 from .metrics import (adds_up, join_batch, mean_over_cores, per_sample, reduce_metrics, sample_losses, sum_over_cores, target_weights, weighs_targets)
-from .optimizer import move_opt, reduce_gradients
+from .optimizer import keep_defaults, move_opt, reduce_gradients
 
-# %% ../nbs/06_callback.ipynb #cb55e3ce
+# %% ../nbs/06_callback.ipynb #db1616ac
 class XLASync(Callback):
-    "Cut the graph once per batch, after the step and before anything reads a value"
+    "Cut the graph once per batch, after the step and before anything reads a value; what is read then has no padding"
     order = -9.5
-    def after_batch(self): sync()
+    def after_batch(self):
+        sync()
+        if hasattr(self.learn, 'xla_metrics'): self.learn.xla_metrics.settle()
 
 # %% ../nbs/06_callback.ipynb #d2b57767
 class XLAOptCallback(Callback):
@@ -118,7 +121,7 @@ class XLALoss(Callback):
         full = as_data(share.n_real(step) == rows, self.learn.xla_device)
         return (full*rows*loss + (1-full)*(rows-1)*less)*(share.world_size/total)
 
-# %% ../nbs/06_callback.ipynb #295372a0
+# %% ../nbs/06_callback.ipynb #dcfb7b04
 class XLAMetrics(Callback):
     "Losses and metrics over all cores and without padding"
     order = 49
@@ -174,17 +177,27 @@ class XLAMetrics(Callback):
         loss = _masked_mean(lf, sample_losses(lf, self.learn.pred, *yb), yb, mask, as_data(n, dev))
         self.learn.loss = loss[0]/loss[1] if isinstance(loss, tuple) else loss
 
-    def after_batch(self):
+    def settle(self):
+        "After the graph is cut, before any other callback reads the batch: cut off padding"
         if _share(self.learn) is None: return
-        if self.training:
-            if not (self._rec is not None and self._rec.train_metrics and len(self.learn.metrics)): return
+        if self.training and self._rec is not None and self._rec.train_metrics and len(self.learn.metrics):
             self.learn.pred,self.learn.yb = self._join(to_detach((self.learn.pred, self.learn.yb), cpu=False, gather=False))
             sync()
         n,rows = self._count(),self._rows()
-        if not (self.training or self.on_host or n < rows): return
-        cut = lambda t: t[:n] if isinstance(t, Tensor) and t.ndim and len(t) == rows else t
-        self.learn.pred,self.learn.yb = apply(cut, to_detach((self.learn.pred, self.learn.yb), gather=False))
-        if isinstance(self.learn.loss, Tensor) and self.learn.loss.ndim and not self.training: self.learn.loss = cut(to_detach(self.learn.loss, gather=False))
+        if n == rows: return
+        own,mine = _share(self.learn).n_rows(self.learn.dl.step),_share(self.learn).n_real(self.learn.dl.step)
+        def cut(b, rows, n):   # on the host: on the device it would be another program
+            return apply(lambda t: t.detach().cpu()[:n].to(t.device) if isinstance(t, Tensor) and t.ndim and len(t) == rows > n else t, b)
+        self.learn.pred,self.learn.yb = cut((self.learn.pred, self.learn.yb), rows, n)
+        if mine < own: self.learn.xb = cut(self.learn.xb, own, mine)
+        if isinstance(self.learn.loss, Tensor) and self.learn.loss.ndim and not self.training: self.learn.loss = cut(self.learn.loss, rows, n)
+
+    def after_batch(self):
+        "Metrics that need it, and those of a batch whose size would be another program, are taken on the host"
+        if _share(self.learn) is None: return
+        rec,short = self._rec,self._count() < self._rows()
+        if (rec is not None and rec.train_metrics and len(self.learn.metrics) > 0) if self.training else (self.on_host or short):
+            self.learn.pred,self.learn.yb = to_detach((self.learn.pred, self.learn.yb), gather=False)
 
     def after_train(self):
         average_bn(self.learn.model)
@@ -289,7 +302,7 @@ def own_form(
         if type(cb) is form and not getattr(cb, 'made_for_xla', False): cb.__class__ = cls
     return cb
 
-# %% ../nbs/06_callback.ipynb #06b8a206
+# %% ../nbs/06_callback.ipynb #5598541c
 xla_callbacks = XLASync, XLAOptCallback, XLAMetrics, XLALoss   # on the learner while it is on XLA
 
 def _place(learn, device):
@@ -327,11 +340,79 @@ def _to_cpu(o): return apply(lambda t: t.cpu() if isinstance(t, Tensor) and t.de
 def _xla_attrs(o):
     "Attributes of `o` that are tensors on XLA, or lists, tuples and dicts with such"
     def _on(v): return v.device.type == 'xla' if isinstance(v, Tensor) else any(map(_on, v.values() if isinstance(v, dict) else v)) if isinstance(v, (list, tuple, dict, L)) else False
-    return {k:v for k,v in vars(o).items() if _on(v)}
+    return {k:v for k,v in vars(o).items() if k not in ('_parameters', '_buffers') and _on(v)}
 
-def _holders(learn): return [learn, *learn.cbs, *learn.metrics]
+# %% ../nbs/06_callback.ipynb #2caca274
+xla_callbacks = XLASync, XLAOptCallback, XLAMetrics, XLALoss   # on the learner while it is on XLA
 
-# %% ../nbs/06_callback.ipynb #c5908102
+def _place(learn, device):
+    "Model and optimizer to `device`; the same parameters stay the same"
+    move_module(learn.model, device)
+    move_opt(learn.opt, device)
+
+def _move_loss(loss_func, device):
+    "The loss with its tensors on `device`: those that `to` moves, others that a module holds (`FocalLoss`), keywords of a `partial`. A `partial` is made anew"
+    to = lambda t: t.to(device) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) else t
+    if isinstance(loss_func, partial): return partial(_move_loss(loss_func.func, device), *map(to, loss_func.args), **{k: to(v) for k,v in loss_func.keywords.items()})
+    inner = loss_func.func if isinstance(loss_func, BaseLoss) else loss_func
+    if isinstance(inner, nn.Module):
+        inner.to(device)
+        for m in inner.modules(): vars(m).update({k: to(v) for k,v in vars(m).items() if isinstance(v, Tensor)})
+    return loss_func
+
+def _dls_devices(dls):
+    "Where the loaders put their batches, and the `DataLoaders` itself; torch's loaders have no such place"
+    return [vars(dls).get('_device'), *[getattr(dl, 'device', None) for dl in dls.loaders]]
+
+def _set_dls_devices(dls, devices):
+    dls._device,*devices = devices   # `dls.device = ...` calls a method that torch's loaders don't have
+    for dl,d in zip(dls.loaders, devices):
+        if isinstance(dl, DataLoader): dl.device = d
+
+def look_at_data(
+    dls # A learner's `DataLoaders`
+):
+    "Let fastai read a sample for the number of inputs now, and not later beside the thread that loads batches, with the same transforms"
+    getattr(dls, 'n_inp', None)
+
+def _to_cpu(o): return apply(lambda t: t.cpu() if isinstance(t, Tensor) and t.device.type == 'xla' else t, o)
+
+def _xla_attrs(o):
+    "Attributes of `o` that are tensors on XLA, or lists, tuples and dicts with such"
+    def _on(v): return v.device.type == 'xla' if isinstance(v, Tensor) else any(map(_on, v.values() if isinstance(v, dict) else v)) if isinstance(v, (list, tuple, dict, L)) else False
+    return {k:v for k,v in vars(o).items() if k not in ('_parameters', '_buffers') and _on(v)}
+
+def _parts(o, depth=4):
+    "Objects with attributes in `o`, in its attributes, and so on"
+    if depth == 0 or isinstance(o, (Tensor, nn.Module, type)): return
+    if isinstance(o, dict): o = o.values()
+    elif not isinstance(o, (list, tuple, L)):
+        if not hasattr(o, '__dict__'): return
+        yield o
+        o = vars(o).values()
+    for v in list(o): yield from _parts(v, depth-1)
+
+def _holders(learn):
+    "Objects that may keep tensors as attributes: activations, drawn transforms, what a callback gathers"
+    tfms = [t for dl in learn.dls.loaders for t in getattr(getattr(dl, 'after_batch', None), 'fs', ())]
+    return [learn, *learn.cbs, *learn.metrics, *learn.model.modules(), *_parts(tfms, 6)]
+
+# %% ../nbs/06_callback.ipynb #6003756e
+class _HostPickler(cloudpickle.Pickler):
+    "Writes tensors as they would be on the CPU, wherever they are held"
+    def reducer_override(self, o):
+        if isinstance(o, Tensor) and not isinstance(o, nn.Parameter) and o.device.type == 'xla': return o.detach().cpu().requires_grad_(o.requires_grad).__reduce_ex__(2)
+        return super().reducer_override(o)
+
+_host_pickle = types.ModuleType('host_pickle')   # for `torch.save`, which takes a module
+vars(_host_pickle).update({k:v for k,v in vars(cloudpickle).items() if not k.startswith('__')}, Pickler=_HostPickler)
+
+class _State:
+    "A stand-in for a model or an optimizer that is being saved"
+    def __init__(self, state): self.state = state
+    def state_dict(self): return self.state
+
+# %% ../nbs/06_callback.ipynb #f7a1bc07
 class OnXLA:
     "What a learner does differently while it is on XLA"
     xla_seed = xla_draws = None   # order of the samples: as fastai draws it
@@ -380,47 +461,43 @@ class OnXLA:
         with DeviceDL(share, self.xla_device, random=self.xla_random) as d: yield d
 
     @contextmanager
-    def _on_cpu(self):
-        _place(self, 'cpu')
-        try: yield
-        finally: _place(self, self.xla_device)
-
-    @contextmanager
     def _plain_learner(self):
-        "This learner as it would be without XLA, for the time of an `export`"
+        "This learner as it would be without XLA, for the time of an `export`; all tensors stay where they are"
         cls,dls,cbs = type(self),self.dls,L(cb for cb in self.cbs if isinstance(cb, xla_callbacks))
-        with self._on_cpu(), self.removed_cbs(cbs):
-            olds = [(o, _xla_attrs(o)) for o in _holders(self)]
+        with self.removed_cbs(cbs):
+            mine = {k: vars(self).pop(k) for k in _settings if k in vars(self)}
             self.dls = copy(dls)
             self.dls._device = torch.device('cpu')   # `new_empty` builds its loaders for this device
-            mine = {k: vars(self).pop(k) for k in _settings if k in vars(self)}
             self.__class__ = cls.plain_class
             from_static(self.model)
-            self.loss_func = _move_loss(self.loss_func, 'cpu')
             self.cbs.map(own_form)
-            try:
-                for o,attrs in olds: vars(o).update(_to_cpu(attrs))
-                yield self
+            try: yield self
             finally:
                 self.__class__,self.dls = cls,dls
                 to_static(self.model)
                 self.cbs.map(xla_form)
-                self.loss_func = _move_loss(self.loss_func, mine['xla_device'])
                 vars(self).update(mine)
-                for o,attrs in olds: vars(o).update(attrs)
-                _set_dls_devices(dls, _dls_devices(dls))   # the transforms are shared with the exported loaders
+                if not isinstance(getattr(self, 'dl', None), DeviceDL): _set_dls_devices(dls, _dls_devices(dls))   # the transforms are shared with the exported loaders
 
     # Files are written by the master core. The others go on, and wait for the file only if they read it.
     def save(self, file, **kwargs):
         self.xla_saves += 1
         if not is_master(): return join_path_file(file, self.path/self.model_dir, ext='.pth')
-        with self._on_cpu(): res = super().save(file, **kwargs)
+        model,opt = self.model,self.opt
+        # copies on the CPU: nothing moves, so this core goes on with the program of the others
+        self.model,self.opt = _State(OrderedDict(_to_cpu(model.state_dict()))),None if opt is None else _State(_to_cpu(opt.state_dict()))
+        try: res = super().save(file, **kwargs)
+        finally: self.model,self.opt = model,opt
         if self.xla_folder is not None: (self.xla_folder/f'saved{self.xla_saves}').touch()
         return res
 
     def load(self, file, device=None, **kwargs):
         if not is_master() and self.xla_saves: self._wait_for(self.xla_folder/f'saved{self.xla_saves}', file)
-        with self._on_cpu(): return super().load(file, device='cpu', **kwargs)
+        super().load(file, device='cpu', **kwargs)   # copied into the parameters, where they are
+        keep_defaults(self.opt)
+        move_opt(self.opt, self.xla_device)
+        sync()
+        return self
 
     def _wait_for(self, mark, file, seconds=120):
         end = time.monotonic() + seconds
@@ -430,7 +507,9 @@ class OnXLA:
 
     def export(self, *args, **kwargs):
         if not is_master(): return
-        with self._plain_learner() as learn: return learn.export(*args, **kwargs)
+        kwargs.setdefault('pickle_module', _host_pickle)
+        with self._plain_learner() as learn: learn.export(*args, **kwargs)
+        keep_defaults(self.opt)
 
     def __reduce_ex__(self, protocol): return _new_on_xla, (type(self).plain_class,), self.__getstate__()
 

@@ -6,10 +6,10 @@
 __all__ = ['Shares', 'RandomState', 'permuted', 'TPUDistributedDL', 'on_host', 'TorchShares', 'share_out', 'take_apart',
            'put_together', 'DeviceDL']
 
-# %% ../nbs/04_data.ipynb #0aa62a85
+# %% ../nbs/04_data.ipynb #c7e646a7
 import random, sys, threading
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np, torch
 import torch.utils.data
@@ -367,7 +367,7 @@ def put_together(
     if is_listy(s) and not isinstance(s, slice): return _like(s, [put_together(o, ts) for o in s])
     return s
 
-# %% ../nbs/04_data.ipynb #0b068837
+# %% ../nbs/04_data.ipynb #f23a2909
 class DeviceDL(GetAttr):
     "Batches of `dl` on an XLA device, fetched and uploaded in the background by torch_xla's `ParallelLoader`"
     _default = 'dl'
@@ -378,11 +378,11 @@ class DeviceDL(GetAttr):
         random:RandomState|None=None # Where cores are threads of one process: this core's own random numbers, for items and transforms
     ):
         self.dl,self.device,self.prefetch,self.random,self.step,self.gathered = dl,device,prefetch,random,0,False
-        self._loader = None
+        self._loader,self._host = None,ExitStack()
 
     def __len__(self): return len(self.dl)
-    def __getstate__(self): return {k:v for k,v in self.__dict__.items() if k not in ('_loader', '_batches')}
-    def __setstate__(self, d): self.__dict__.update(d); self._loader = None
+    def __getstate__(self): return {k:v for k,v in self.__dict__.items() if k not in ('_loader', '_batches', '_host')}
+    def __setstate__(self, d): self.__dict__.update(d); self._loader,self._host = None,ExitStack()
 
     def _plain(self):
         "Runs in the loader's thread"
@@ -402,6 +402,9 @@ class DeviceDL(GetAttr):
         require_xla()
         from torch_xla.distributed.parallel_loader import ParallelLoader
         self.close()
+        # here and not in the loader's thread: a tensor that another thread moves may get into the graph that this one cuts
+        for o in (getattr(self.dl, 'source', None), getattr(self.dl, 'dl', None)):
+            if isinstance(o, DataLoader): self._host.enter_context(on_host(o))
         self._parts,self._error = deque(),None
         # the steps are cut by `XLASync`, never by the loader
         self._batches = self._plain()
@@ -427,9 +430,10 @@ class DeviceDL(GetAttr):
     def close(self):
         "Stop the background threads; safe to call at any time"
         loader,self._loader = self._loader,None
-        if loader is None: return
-        loader.close()
-        self._batches.close()
+        if loader is not None:
+            loader.close()
+            self._batches.close()
+        self._host.close()
 
     def __enter__(self): return self
     def __exit__(self, *args): self.close()
