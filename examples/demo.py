@@ -28,7 +28,7 @@ def main():
     many,one = get_learner(bs),get_learner(bs*n_core)
 
     start = perf_counter()
-    many.xla_fit_one_cycle(n_epoch, lr)
+    with many.no_bar(): many.xla_fit_one_cycle(n_epoch, lr)
     time_many,start = perf_counter()-start,perf_counter()
 
     print(f'\n1 core x bs {bs*n_core}, {len(one.dls.train)} steps an epoch')

@@ -51,7 +51,7 @@ def runtime_started()->bool:
     if 'torch_xla' not in sys.modules: return False
     return sys.modules['torch_xla']._XLAC._xla_runtime_is_initialized()
 
-# %% ../nbs/00_core.ipynb #db891790
+# %% ../nbs/00_core.ipynb #a9492e44
 def require_free_runtime(
     call:str # The call that is about to start the cores, for the message
 ):
@@ -59,7 +59,7 @@ def require_free_runtime(
     if not runtime_started(): return
     raise RuntimeError(f"`{call}` starts one process per core, but this process already holds the XLA device"
                        f" (taken by {_state.get('started_by', 'a call to torch_xla')}), and it can't be given back."
-                       " Restart the kernel (or the script) and use the `xla_*` verbs before `to_xla`, `to_spmd` or a tensor on 'xla';"
+                       " Restart the kernel (or the script) and use the `xla_*` verbs before `to_xla` or a tensor on 'xla';"
                        " the other order works.")
 
 # %% ../nbs/00_core.ipynb #8286282a
@@ -183,7 +183,7 @@ def enter_core(
     if emulating: _state['emulating'] = emulating
     serialize_steps()
 
-# %% ../nbs/00_core.ipynb #f16bd202
+# %% ../nbs/00_core.ipynb #44c25d75
 def serialize_steps():
     "Launch the steps of this process's emulated cores one at a time (no effect on a TPU, or with one core)"
     if not emulated_cores() or 'step_lock' in _state: return
@@ -193,7 +193,8 @@ def serialize_steps():
     marker, _state['step_lock'] = C._xla_step_marker, lock
     def step_marker(device, devices, wait=False, reset_scope=True):
         C._xla_wait_device_ops(xm.xla_real_devices([device or str(xla.device())]))
-        with lock: return marker(device, devices, wait=wait, reset_scope=reset_scope)
+        with lock: marker(device, devices, wait=False, reset_scope=reset_scope)
+        if wait: C._xla_wait_device_ops(xm.xla_real_devices([device or str(xla.device())]))   # not inside the lock
     C._xla_step_marker = step_marker
 
 # %% ../nbs/00_core.ipynb #4d3a058b

@@ -42,7 +42,7 @@ def _shadow(learn, **loops):
     vars(s).update(loops)
     return s
 
-# %% ../nbs/09_inference.ipynb #df8831a0
+# %% ../nbs/09_inference.ipynb #f6942995
 def _places(dl, n):
     "For each core, the places in the loader's order of the samples that it has, in its own order"
     res = []
@@ -73,7 +73,7 @@ def _predict(core, learn, args, kwargs, draws, opts):
         if gather.with_loss:
             with learn.loss_not_reduced(): learn._do_epoch_validate(dl=dl)
         else: learn._do_epoch_validate(dl=dl)
-        return {o: getattr(gather, o, None) for o in ('inputs', 'preds', 'targets', 'losses')}
+        return {o: vars(gather)[o] for o in ('inputs', 'preds', 'targets', 'losses') if o in vars(gather)}
 
 def _save_parts(t, folder, bs):
     "Files as `get_preds(save_preds=...)` writes them, one for each batch"
@@ -86,8 +86,7 @@ def _preds_loop(shadow, learn, opts, cbs, dl):
     if learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
     res = _on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather})
     places = _places(dl, opts['n'])
-    for o in ('inputs', 'preds', 'targets', 'losses'):
-        if res[0][o] is not None: setattr(cb, o, _merge([r[o] for r in res], places))
+    for o in res[0]: setattr(cb, o, _merge([r[o] for r in res], places))
     if cb.save_preds is not None: _save_parts(cb.preds, cb.save_preds, dl.bs if hasattr(dl, 'bs') else dl.batch_size)
     if cb.save_targs is not None: _save_parts(cb.targets, cb.save_targs, dl.bs if hasattr(dl, 'bs') else dl.batch_size)
 

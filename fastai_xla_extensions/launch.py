@@ -148,14 +148,14 @@ def _kill(procs):
         end = time.monotonic() + 10
         while p.exitcode is None and time.monotonic() < end: time.sleep(.01)   # `join` waits for children of the process as well
 
-# %% ../nbs/07_launch.ipynb #43fa2824
+# %% ../nbs/07_launch.ipynb #f460d263
 class _Run:
     "One launch: cores that have connected, and what they have sent"
     def __init__(self, fn, args, kwargs, n, start_method, on_event):
         self.job,self.n,self.start_method,self.on_event = (fn, args, kwargs),n,start_method,on_event
         self.ranks,self.pids,self.results = {},{},{}   # by connection
         self.expected = self.world = n
-        self.procs,self.spawn_error,self.payload = set(),None,None
+        self.procs,self.spawn_error,self.payload,self.failure = set(),None,None,None
 
     def _receive(self, conn):
         "Handle what has come on `conn`"
@@ -173,12 +173,18 @@ class _Run:
         if kind == 'hello': self.ranks[conn],self.world,self.pids[conn],self.expected = msg; self.names[conn] = msg[0]
         elif kind == 'event' and self.on_event is not None: self.on_event(rank, msg[0], *msg[1])
         elif kind == 'result': self.results[conn] = (rank, msg[0])
-        elif kind == 'error': raise _core_error(rank, self.world, *msg)
+        elif kind == 'error' and self.failure is None: self.failure = _core_error(rank, self.world, *msg)
 
     def _drain(self, timeout):
         "Handle all that comes within `timeout`; whether anything came"
         ready = multiprocessing.connection.wait([self.sock, *self.ranks], timeout)
         for c in ready: self._receive(c)
+        if self.failure is not None:   # what other cores had sent before it counts
+            failure,self.failure = self.failure,None
+            end = time.monotonic() + 5
+            while time.monotonic() < end and (left := multiprocessing.connection.wait([*self.ranks], 0)):
+                for c in left: self._receive(c)
+            raise failure
         return bool(ready)
 
     def _spawn(self):

@@ -189,3 +189,19 @@ with l.no_logging():
     l.xla_fit(4, cbs=cb); test_eq(cb.n, [[4,3]]*4)
     l.xla_fit(2, cbs=cb); test_eq(cb.n, [[4,3]]*2)
 ''')
+
+def test_batchnorm_on_one_core():
+    "Running statistics and validation as on the CPU, with a short last batch too, and the layers as they were afterwards"
+    run(DATA + '''
+for size in (64, 70):
+    a,b = [Learner(dls(16, size), mlp(bn=True), loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), lr=.1, metrics=accuracy) for _ in range(2)]
+    b.model.load_state_dict(a.model.state_dict())
+    for o in (a, b): o.remove_cb(ProgressCallback); o.dls.train.rng.seed(1)
+    with a.no_logging(), b.no_logging():
+        with a.xla_ctx(): a.fit(2)
+        b.fit(2)
+    for k,v in b.model.state_dict().items(): test_close(a.model.state_dict()[k], v, 1e-5)
+    test_close(a.recorder.values, b.recorder.values, 1e-5)
+    test_eq([type(m) for m in a.model], [type(m) for m in b.model])
+    assert not any('across' in vars(m) or 'mask' in vars(m) for m in a.model)
+''')
