@@ -71,20 +71,23 @@ def run(cores, code, **kwargs):
 def test_results_and_events(cores):
     "Results in the order of the cores, arguments as they are, events while the cores run, in the order of sending"
     run(cores, '''
+    torch.ones(1, requires_grad=True).sum().backward()   # autograd's threads, once started on the CPU, don't work with XLA
     lock = threading.Lock()   # can't be pickled
     def fn(core, a, *, b):
         for i in range(3): core.send('count', i, a)
+        t = torch.ones(2, device=core.device, requires_grad=True)
+        (t*3).sum().backward()
         core.send('ready')
         end = time.monotonic() + 20
         while not Path('answer').exists() and time.monotonic() < end: time.sleep(.01)
         time.sleep(.05*(4-core.rank))   # the last core is the first to end
-        with lock: return core.rank, core.world_size, core.is_master, core.shares_process, core.device.type, a+b, Path('answer').exists()
+        with lock: return core.rank, core.world_size, core.is_master, core.shares_process, core.device.type, a+b, t.grad.tolist(), Path('answer').exists()
     events = []
     def on_event(*o):
         events.append(o)
         if [o[1] for o in events].count('ready') == 4: Path('answer').touch()
     res = launch(fn, 1, b=2, on_event=on_event)
-    assert res == [(i, 4, i==0, threads, 'xla', 3, True) for i in range(4)], res
+    assert res == [(i, 4, i==0, threads, 'xla', 3, [3.,3.], True) for i in range(4)], res
     for i in range(4): assert [o for o in events if o[0]==i] == [*((i, 'count', j, 1) for j in range(3)), (i, 'ready')], events
     # a process that ends at once could be given a second core
     pids = launch(lambda core: time.sleep(.5) or os.getpid())
@@ -199,8 +202,8 @@ def test_deaths(cores):
 
 @both
 def test_interrupt(cores):
-    "Ctrl-C or the stop button: KeyboardInterrupt in the caller, and no core is left"
-    run(cores, '''
+    "Ctrl-C or the stop button: KeyboardInterrupt in the caller, no word from the cores, and none is left"
+    res = run(cores, '''
     def after(seconds, send):
         t = threading.Timer(seconds, send)
         t.start()
@@ -225,6 +228,7 @@ def test_interrupt(cores):
         check(e, KeyboardInterrupt)
         assert not armed
     ''')
+    assert 'Traceback' not in res, res
 
 @both
 def test_caller_killed(cores):
