@@ -310,46 +310,6 @@ def own_form(
         if type(cb) is form and not getattr(cb, 'made_for_xla', False): cb.__class__ = cls
     return cb
 
-# %% ../nbs/06_callback.ipynb #482c31bc
-xla_callbacks = XLASync, XLAFlush, XLAOptCallback, XLAMetrics, XLALoss   # on the learner while it is on XLA
-
-def _place(learn, device):
-    "Model and optimizer to `device`; the same parameters stay the same"
-    move_module(learn.model, device)
-    move_opt(learn.opt, device)
-
-def _move_loss(loss_func, device):
-    "The loss with its tensors on `device`: those that `to` moves, others that a module holds (`FocalLoss`), keywords of a `partial`. A `partial` is made anew"
-    to = lambda t: t.to(device) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) else t
-    if isinstance(loss_func, partial): return partial(_move_loss(loss_func.func, device), *map(to, loss_func.args), **{k: to(v) for k,v in loss_func.keywords.items()})
-    inner = loss_func.func if isinstance(loss_func, BaseLoss) else loss_func
-    if isinstance(inner, nn.Module):
-        inner.to(device)
-        for m in inner.modules(): vars(m).update({k: to(v) for k,v in vars(m).items() if isinstance(v, Tensor)})
-    return loss_func
-
-def _dls_devices(dls):
-    "Where the loaders put their batches, and the `DataLoaders` itself; torch's loaders have no such place"
-    return [vars(dls).get('_device'), *[getattr(dl, 'device', None) for dl in dls.loaders]]
-
-def _set_dls_devices(dls, devices):
-    dls._device,*devices = devices   # `dls.device = ...` calls a method that torch's loaders don't have
-    for dl,d in zip(dls.loaders, devices):
-        if isinstance(dl, DataLoader): dl.device = d
-
-def look_at_data(
-    dls # A learner's `DataLoaders`
-):
-    "Let fastai read a sample for the number of inputs now, and not later beside the thread that loads batches, with the same transforms"
-    getattr(dls, 'n_inp', None)
-
-def _to_cpu(o): return apply(lambda t: t.cpu() if isinstance(t, Tensor) and t.device.type == 'xla' else t, o)
-
-def _xla_attrs(o):
-    "Attributes of `o` that are tensors on XLA, or lists, tuples and dicts with such"
-    def _on(v): return v.device.type == 'xla' if isinstance(v, Tensor) else any(map(_on, v.values() if isinstance(v, dict) else v)) if isinstance(v, (list, tuple, dict, L)) else False
-    return {k:v for k,v in vars(o).items() if k not in ('_parameters', '_buffers') and _on(v)}
-
 # %% ../nbs/06_callback.ipynb #081db821
 xla_callbacks = XLASync, XLAFlush, XLAOptCallback, XLAMetrics, XLALoss   # on the learner while it is on XLA
 
