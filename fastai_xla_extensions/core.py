@@ -98,7 +98,7 @@ def emulated_cores()->int:
         emulate_cores(int(v))
     return _state.get('emulating', 0)
 
-# %% ../nbs/00_core.ipynb #97f455bb
+# %% ../nbs/00_core.ipynb #a68bb529
 def on_tpu()->bool:
     "Whether torch_xla would use a TPU on this machine (never starts the runtime)"
     if emulated_cores(): return False
@@ -111,7 +111,8 @@ def n_cores()->int:
     if emulated_cores(): return emulated_cores()
     if on_tpu():
         from torch_xla._internal import tpu
-        return tpu.num_expected_global_devices()
+        try: return tpu.num_expected_global_devices()
+        except Exception: return tpu.num_available_devices()   # it asks a metadata server, which notebook services don't have
     n = os.environ.get('CPU_NUM_DEVICES', '1')
     return int(n) if n.isdigit() and int(n) else 1
 

@@ -1,5 +1,5 @@
 "Run code in a fresh session of processes, with a hard time limit, and see that nothing survives it."
-import os,resource,signal,subprocess,sys,tempfile,textwrap,time,uuid
+import os,resource,shutil,signal,subprocess,sys,tempfile,textwrap,time,uuid,warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,6 +72,11 @@ def run_fresh(args, timeout=180, env=None, cwd=None) -> str:
     if faults: raise AssertionError(f"{' '.join(args)}: {'; '.join(faults)}\n--- output ---\n{text}")
     return text
 
+# About once in a thousand launches the CPU client of torch_xla 2.9 dies under several emulated cores, by a segmentation fault or by
+# a failed check of its own; the cause is not known. The library reports it as an error and the next call works (test_launch). Tests of
+# other things are run once more, with a warning that shows in the summary. A hang, or an error in Python, is never run again.
+_NATIVE_CRASHES = 'killed by signal 11 (SIGSEGV)', 'pjrt_device == pjrt_data->buffer->device()'
+
 def run_code(code, timeout=180, env=None, cwd=None) -> str:
     "Run python source in a fresh interpreter that sees this checkout, in an empty working directory; as `run_fresh`"
     __tracebackhide__ = True
@@ -79,4 +84,10 @@ def run_code(code, timeout=180, env=None, cwd=None) -> str:
         script,empty = Path(d)/'script.py',Path(d)/'cwd'
         script.write_text(textwrap.dedent(code), encoding='utf-8')
         empty.mkdir()
-        return run_fresh([sys.executable, script], timeout=timeout, env={'PYTHONPATH':ROOT, **(env or {})}, cwd=cwd or empty)
+        run = lambda: run_fresh([sys.executable, script], timeout=timeout, env={'PYTHONPATH':ROOT, **(env or {})}, cwd=cwd or empty)
+        try: return run()
+        except AssertionError as e:
+            if not any(o in str(e) for o in _NATIVE_CRASHES): raise
+            warnings.warn(f'a native crash of an emulated core, run once more:\n{str(e)[-4000:]}')
+            shutil.rmtree(empty); empty.mkdir()
+        return run()
