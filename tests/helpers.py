@@ -47,7 +47,8 @@ def run_fresh(args, timeout=180, env=None, cwd=None) -> str:
     # A file and not a pipe: a survivor would hold the pipe open and we would wait for it
     with tempfile.TemporaryFile() as out:
         p = subprocess.Popen(args, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                             cwd=cwd, env=env, start_new_session=True)
+                             cwd=cwd, env=env, start_new_session=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored where a shell runs the tests in the background
         pids,faults = (lambda: session_pids(p.pid, f'{MARK}={mark}'.encode())),[]
         try:
             with suppress(ProcessLookupError): resource.prlimit(p.pid, resource.RLIMIT_CORE, (0,0))

@@ -172,3 +172,39 @@ else: assert False
 assert time.monotonic()-start < 20 and len(seen) >= 2
 l.logger = noop; l.xla_fit(1)
 ''')
+
+def test_tta_and_spawn():
+    "Test time augmentation with a transform that isn't random; a fit on spawned cores, and what can't be sent to them"
+    run('''
+class Shift(Transform):
+    split_idx = 0   # in training, and in the augmented passes
+    def encodes(self, x:TensorImage): return x+.25
+dsets = Datasets(range(61), [[lambda i: TensorImage(X[i].view(1,1,6))], [lambda i: TensorCategory(Y[i])]], splits=[list(range(40)), list(range(40,61))])
+d = dsets.dataloaders(bs=4, after_item=[Shift()], num_workers=0, device='cpu')
+l = Learner(d, nn.Sequential(nn.Flatten(), nn.Linear(6,2)), loss_func=CrossEntropyLossFlat(), lr=.1); l.remove_cb(ProgressCallback)
+with l.no_logging():
+    l.xla_fit(1)
+    for kw in ({}, dict(n=2, beta=None), dict(use_max=True)):
+        a,b = l.xla_tta(**kw),l.tta(**kw)
+        test_close(a[0], b[0], 1e-5); test_eq(a[1], b[1]); test_eq(len(a[1]), 21)
+    holds = Callback(); holds.lock = threading.Lock()
+    try: l.xla_fit(1, start_method='spawn', cbs=holds)
+    except TypeError as e: assert "start_method='spawn'" in str(e) and 'pickle' in str(e), e
+    else: assert False
+''')
+    assert run_code('''
+from fastai.basics import *
+from fastai.test_utils import synth_learner
+from fastai_xla_extensions.all import *
+def main():
+    emulate_cores(2)
+    a,b = [(set_seed(1), synth_learner(n_trn=4))[1] for _ in range(2)]
+    b.model.load_state_dict(a.model.state_dict()); b.dls = a.dls
+    state = a.dls.train.rng.getstate()
+    with a.no_logging(): a.xla_fit(1, start_method='spawn')
+    a.dls.train.rng.setstate(state)
+    with b.no_logging(): b.xla_fit(1)
+    for p,q in zip(a.model.parameters(), b.model.parameters()): test_close(p.detach(), q.detach(), 1e-6)
+    print('finished')
+if __name__ == '__main__': main()
+''').rstrip().endswith('finished')
