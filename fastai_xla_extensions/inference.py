@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['XLALRFinder']
 
-# %% ../nbs/09_inference.ipynb #67aeff90
+# %% ../nbs/09_inference.ipynb #f2b6dc23
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch import Tensor
 from fastcore.basics import patch
 from fastcore.foundation import L
 from fastcore.meta import delegates
-from fastcore.xtras import is_listy
 from fastai.callback.core import CancelFitException, GatherPredsCallback
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.data.load import DataLoader
@@ -42,7 +41,7 @@ def _shadow(learn, **loops):
     vars(s).update(loops)
     return s
 
-# %% ../nbs/09_inference.ipynb #f6942995
+# %% ../nbs/09_inference.ipynb #10125971
 def _places(dl, n):
     "For each core, the places in the loader's order of the samples that it has, in its own order"
     res = []
@@ -101,13 +100,12 @@ def xla_get_preds(self:Learner,
     **kwargs
 )->tuple:
     "`Learner.get_preds` on all cores: the same tuple, complete, in the order of the data set, on the CPU; the learner stays as it is"
-    opts = _check_call(self, 'get_preds', (ds_idx, dl, *args), {k:v for k,v in kwargs.items() if k not in _options}, **_split_options(kwargs))
+    options = _split_options(kwargs)
+    opts = _check_call(self, 'get_preds', (ds_idx, dl, *args), kwargs, **options)
     if dl is not None and not isinstance(dl, (DataLoader, torch.utils.data.DataLoader)): raise TypeError(f"dl is a {type(dl).__name__}: a DataLoader is needed; `get_preds` takes other collections of batches")
     s = _shadow(self)
     s.xla_validate_loop = partial(_preds_loop, s, self, opts, cbs)
     return type(self).get_preds(s, ds_idx, dl, *args, **kwargs)
-
-_options = 'num_cores start_method master_cbs seed sync_bn'.split()
 
 @patch
 @delegates(all_cores_options)
@@ -119,14 +117,15 @@ def xla_tta(self:Learner,
     **kwargs
 )->tuple:
     "`Learner.tta` on all cores: predictions averaged over augmented versions, and targets"
-    opts = _check_call(self, 'tta', (ds_idx, dl, *args), {k:v for k,v in kwargs.items() if k not in _options}, **_split_options(kwargs))
+    options = _split_options(kwargs)
+    opts = _check_call(self, 'tta', (ds_idx, dl, *args), kwargs, **options)
     s = _shadow(self)
     n = iter(range(10**6))
     def loop(dl): _preds_loop(s, self, {**opts, 'seed': (opts['seed'] + next(n)*7919) % 2**31}, None, dl)   # other augmentations each time
     s.xla_validate_loop = loop
     return type(self).tta(s, ds_idx, dl, *args, **kwargs)
 
-# %% ../nbs/09_inference.ipynb #575a8c28
+# %% ../nbs/09_inference.ipynb #70e827d7
 def _validate(core, learn, args, kwargs, draws, opts):
     "Validate this core's share; the master returns what all cores have found together"
     cbs = _core_cbs(core, kwargs.pop('cbs', None), opts['master_cbs'])
@@ -143,14 +142,15 @@ def xla_validate(self:Learner,
     **kwargs
 ):
     "`Learner.validate` on all cores: loss and metrics, exact for any size of the data set"
-    opts = _check_call(self, 'validate', (ds_idx, dl, cbs), {k:v for k,v in kwargs.items() if k not in _options}, **_split_options(kwargs))
+    options = _split_options(kwargs)
+    opts = _check_call(self, 'validate', (ds_idx, dl, cbs), kwargs, **options)
     if self.logger is not noop: print(describe(self, opts['n'], self.dls[ds_idx] if dl is None else dl), flush=True)
     record,rec,metrics = _on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts)[0]
     if rec is not None: unpack_data(self.recorder, rec); self.final_record = record
     for m,d in zip(self.metrics, metrics): unpack_data(m, d)
     return record
 
-# %% ../nbs/09_inference.ipynb #143f52b3
+# %% ../nbs/09_inference.ipynb #e9b3a650
 class XLALRFinder(LRFinder):
     "`LRFinder` on a core, whose learner is thrown away: nothing is saved, and all cores stop at the same step"
     name = 'lr_finder'
@@ -185,7 +185,8 @@ def xla_lr_find(self:Learner,
     **kwargs
 ):
     "`Learner.lr_find` on all cores: the same suggestions and the same plot; the learner stays as it is"
-    opts = _check_call(self, 'lr_find', args, {k:v for k,v in kwargs.items() if k not in _options}, **_split_options(kwargs))
+    options = _split_options(kwargs)
+    opts = _check_call(self, 'lr_find', args, kwargs, **options)
     s = _shadow(self)
     s.xla_fit_loop = partial(_find_loop, s, self, opts)
     return type(self).lr_find(s, *args, **kwargs)

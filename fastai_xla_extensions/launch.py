@@ -104,8 +104,8 @@ def _core_error(rank, world_size, pickled, name, msg, tb):
     e.__cause__ = CoreTraceback(tb)
     return e
 
-# %% ../nbs/07_launch.ipynb #db2d5f70
-def _death_error(cores, world_size, code, start_method):
+# %% ../nbs/07_launch.ipynb #a4f57f57
+def _death_error(cores, world_size, code):
     "The process of `cores` ended without a word"
     which = ', '.join(map(str, sorted(cores)))
     sig = -code if code and code < 0 else None
@@ -148,7 +148,7 @@ def _kill(procs):
         end = time.monotonic() + 10
         while p.exitcode is None and time.monotonic() < end: time.sleep(.01)   # `join` waits for children of the process as well
 
-# %% ../nbs/07_launch.ipynb #f460d263
+# %% ../nbs/07_launch.ipynb #193c8ee8
 class _Run:
     "One launch: cores that have connected, and what they have sent"
     def __init__(self, fn, args, kwargs, n, start_method, on_event):
@@ -207,7 +207,7 @@ class _Run:
         time.sleep(.2)
         dead = {p.pid: p.exitcode for p in self.procs if p.exitcode is not None and p.pid in waiting}
         pid = min(dead, key=lambda o: (dead[o] == -signal.SIGTERM, o))
-        raise _death_error([self.names[c] for c,o in self.pids.items() if o == pid], self.world, dead[pid], self.start_method)
+        raise _death_error([self.names[c] for c,o in self.pids.items() if o == pid], self.world, dead[pid])
 
     def __call__(self):
         self.names = {}
@@ -241,7 +241,7 @@ class _Run:
         "The cores have ended, and not all of them gave a result"
         lost = [rank for c,rank in self.names.items() if c not in self.results]
         code = next((p.exitcode for p in self.procs if p.exitcode), None)
-        if lost: raise _death_error(lost, self.world, code, self.start_method)
+        if lost: raise _death_error(lost, self.world, code)
         hint = '' if self.start_method == 'fork' else " A script that uses start_method='spawn' needs `if __name__ == '__main__':` around what it runs, since every core imports it."
         raise RuntimeError(f'The cores could not be started: {self.spawn_error or f"exit code {code}"}.{hint}') from self.spawn_error
 

@@ -249,7 +249,7 @@ def check_learner(
             raise ValueError(f"The training set has {share.n} items: not one batch for {n} cores x bs {share.per_core} = {n*share.per_core} a step"
                              + (" with drop_last=True. Use a smaller bs, fewer cores, or drop_last=False" if share.n else ""))
 
-# %% ../nbs/08_learner.ipynb #445a26dc
+# %% ../nbs/08_learner.ipynb #5a85e121
 def all_cores_options(
     num_cores:int|None=None,    # Cores to use; default: all
     start_method:str|None=None, # 'fork' (default: what the notebook defines is there on the cores) or 'spawn'
@@ -272,7 +272,9 @@ def _check_call(learn, verb, args, kwargs, num_cores=None, start_method=None, ma
     base = seed if seed is not None else peek_rng(rng) if rng is not None else torch.initial_seed()
     return dict(verb=verb, n=n, method=method, master_cbs=master_cbs, seed=base % 2**31, order_seed=seed, sync_bn=sync_bn)
 
-def _split_options(kwargs): return {k: kwargs.pop(k) for k in inspect.signature(all_cores_options).parameters if k in kwargs}
+def _split_options(kwargs):
+    "Take the options of `all_cores_options` out of `kwargs`"
+    return {k: kwargs.pop(k) for k in inspect.signature(all_cores_options).parameters if k in kwargs}
 
 def _on_all_cores(fn, learn, args, kwargs, opts, on_event=None):
     "Results of `fn` (as `_on_own_learner` calls it) on every core"

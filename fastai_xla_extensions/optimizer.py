@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['OptView', 'reduce_gradients', 'move_opt', 'keep_defaults', 'pack_opt', 'unpack_opt']
 
-# %% ../nbs/02_optimizer.ipynb #2fead968
+# %% ../nbs/02_optimizer.ipynb #72eecd92
 from collections import defaultdict
 from copy import deepcopy
 
-import torch
 from torch import Tensor
 from fastai.optimizer import Lookahead, OptimWrapper, Optimizer
 from fastai.torch_core import apply, to_cpu
