@@ -6,7 +6,8 @@
 __all__ = ['require_xla', 'runtime_started', 'require_free_runtime', 'emulate_cores', 'emulated_cores', 'on_tpu', 'n_cores',
            'check_num_cores', 'ordinal', 'world_size', 'is_master', 'cores_in_process', 'local_cores', 'xla_device',
            'sync', 'enter_core', 'serialize_steps', 'all_reduce', 'all_gather', 'rendezvous', 'broadcast_model',
-           'seed_core', 'peek_rng', 'move_module', 'device_type', 'plain', 'xla_autograd']
+           'seed_core', 'peek_rng', 'move_module', 'device_type', 'upload', 'is_spmd', 'is_sharded', 'place_like',
+           'to_host', 'plain', 'xla_autograd']
 
 # %% ../nbs/00_core.ipynb #da50cc79
 import importlib.metadata, os, random, sys, threading
@@ -280,6 +281,58 @@ def device_type(
     t = next(iter(m.parameters()), None)
     if t is None: t = next(iter(m.buffers()), None)
     return 'cpu' if t is None else t.device.type
+
+# %% ../nbs/00_core.ipynb #06c480a0
+def upload(
+    xs:list, # Numbers
+    device:torch.device # Where to
+)->list:
+    "`xs` as tensors without dimensions, in float32: one transfer, and never a constant of the program"
+    return list(torch.tensor(xs, dtype=torch.float32).to(device).unbind()) if len(xs) else []
+
+def is_spmd()->bool:
+    "Whether all cores are one device of this process"
+    if not runtime_started(): return False
+    from torch_xla import runtime as xr
+    return xr.is_spmd()
+
+def is_sharded(
+    t:torch.Tensor # Any tensor
+)->bool:
+    "Whether `t` is split over the cores"
+    return t.device.type == 'xla' and is_spmd() and require_xla()._XLAC._get_xla_sharding_type(t) not in (None, 0)
+
+def place_like(
+    t:torch.Tensor,         # Any tensor
+    like:torch.Tensor=None, # `t` is split over the cores like this one, if their shapes agree
+    device:torch.device=None # Where `t` goes; default: where `like` is
+)->torch.Tensor:
+    "`t` on `device`"
+    device = torch.device(like.device if device is None else device)
+    if device.type == 'cpu': return to_host(t)
+    if t.device == device: return t
+    t = t.to(device)
+    if like is not None and t.shape == like.shape and is_sharded(like):
+        C = require_xla()._XLAC
+        C._xla_mark_sharding(t, C._get_xla_op_sharding(like))
+    return t
+
+def to_host(
+    t:torch.Tensor # Wherever it is
+)->torch.Tensor:
+    "`t` on the CPU, without gradient"
+    t = t.detach()
+    if not is_sharded(t): return t.cpu()
+    C = require_xla()._XLAC
+    parts,places = C._get_local_shards([t])[0],C._get_local_shard_replica_and_indices([t])[0]
+    res,seen = torch.empty(t.shape, dtype=t.dtype),set()
+    for (part,_),(_,idx) in zip(parts, places):
+        idx = tuple(idx) if isinstance(idx, (list, tuple)) else (idx,)
+        key = str(idx)
+        if key in seen: continue   # another copy
+        seen.add(key)
+        res[idx] = part[tuple(slice(0, s.stop-s.start) if isinstance(s, slice) else s for s in idx)]   # parts are padded to one size
+    return res
 
 # %% ../nbs/00_core.ipynb #ec4ee69c
 def plain(
