@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['xla_callbacks', 'XLASync', 'XLAFlush', 'XLAOptCallback', 'as_data', 'XLALoss', 'XLAMetrics', 'XLAMixedPrecision',
-           'XLAGradientAccumulation', 'XLATerminateOnNaN', 'XLACutMix', 'rand_box', 'xla_form', 'own_form',
-           'look_at_data', 'OnXLA']
+           'XLAGradientAccumulation', 'XLAProgress', 'XLATerminateOnNaN', 'XLACutMix', 'rand_box', 'xla_form',
+           'own_form', 'look_at_data', 'OnXLA']
 
 # %% ../nbs/06_callback.ipynb #19ab7612
 import time, types
@@ -22,6 +22,7 @@ from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from fastai.callback.mixup import CutMix
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
@@ -32,16 +33,19 @@ from fastai.torch_core import apply, find_bs, to_detach, to_float, unsqueeze
 from .core import (all_reduce, broadcast_model, is_master, local_cores, move_module, ordinal, sync, world_size, xla_autograd, xla_device)
 from .data import DeviceDL, Shares, share_out
 from .layers import SyncBatchNorm, average_bn, batch_norms, from_static, to_static
-from .metrics import (adds_up, join_batch, mean_over_cores, per_sample, reduce_metrics, sample_losses, sum_over_cores, target_weights, weighs_targets)
-from .optimizer import keep_defaults, move_opt, reduce_gradients
+from .metrics import (adds_up, join_batch, mean_over_cores, on_device, per_sample, read_totals, reduce_metrics, sample_losses, sum_over_cores, target_weights, to_device_form,
+                                           to_own_form, weighs_targets)
+from .optimizer import keep_defaults, move_opt, opt_form, opt_ready, own_opt_form, reduce_gradients
 
 # %% ../nbs/06_callback.ipynb #db1616ac
 class XLASync(Callback):
     "Cut the graph once per batch, after the step and before anything reads a value; what is read then has no padding"
     order = -9.5
     def after_batch(self):
+        metrics = getattr(self.learn, 'xla_metrics', None)
+        if metrics is not None: metrics.record()
         sync()
-        if hasattr(self.learn, 'xla_metrics'): self.learn.xla_metrics.settle()
+        if metrics is not None: metrics.settle()
 
 # %% ../nbs/06_callback.ipynb #96debea5
 class XLAFlush(Callback):
@@ -58,12 +62,17 @@ class XLAOptCallback(Callback):
     def before_fit(self):
         if not hasattr(self.learn, 'xla_sync'): self.learn.add_cb(XLASync())   # composed by hand
         if self.learn.opt is not None: self._check_opt()
+        opt_form(self.learn.opt)
         broadcast_model(self.learn.model)
+
+    def before_train(self):
+        opt_form(self.learn.opt)   # `export` makes a new one
+        opt_ready(self.learn.opt)
 
     def _check_opt(self):
         "`model.to('xla')` makes new parameters, and an optimizer with the old ones trains nothing, without an error"
         mine = {id(p) for p in self.learn.model.parameters()}
-        if any(id(p) not in mine for p,*_ in self.learn.opt.all_params()):
+        if any(id(p) not in mine for pg in self.learn.opt.param_lists for p in pg):
             raise RuntimeError("The optimizer holds other parameters than the model, so nothing would be trained: the model was moved after the optimizer was made. "
                                "Move the learner with `learn.to_xla()`, which keeps the two together, or set `learn.opt = None`.")
 
@@ -138,12 +147,45 @@ class XLAMetrics(Callback):
     def _rec(self): return getattr(self.learn, 'recorder', None)
 
     def before_fit(self):
-        self.n_losses = 0
+        self.n_losses = self.n_read = 0
+        for m in self._all(): to_device_form(m, self.learn.loss_func)
         # without a validation set there are no columns for one; it is put back by `after_fit`
         self.no_valid = self._rec is not None and self._rec.valid_metrics and len(self.learn.dls.loaders) < 2
         if self.no_valid: self._rec.valid_metrics = False
     def after_fit(self):
         if self.no_valid: self._rec.valid_metrics,self.no_valid = True,False
+        self._average()   # of an epoch that was cut short
+        for m in self._all(): to_own_form(m)
+
+    def _all(self):
+        "The recorder's losses, and the metrics"
+        return L() if self._rec is None else L(self._rec.smooth_loss, self._rec.loss) + self.learn.metrics
+
+    def before_batch(self):
+        if self.training and self._rec is not None and len(self._rec.losses)-self.n_read >= self._rec.smooth_loss.keeps: self.read()
+
+    def read(self):
+        "Bring the losses so far to the host, in one transfer. Returns the last one, None before the first"
+        rec = self._rec
+        n = len(rec.losses) - self.n_read
+        if n:
+            rec.losses[self.n_read:] = list(rec.smooth_loss.last(n))
+            self.n_read += n
+            self.learn.smooth_loss = rec.losses[-1]
+        return float(rec.losses[-1]) if rec.losses else None
+
+    def record(self):
+        "Before the graph is cut: add up on the device what can be"
+        if self._rec is None or not len(self.learn.yb): return
+        if self.training: self._rec.smooth_loss.record(self.learn)
+        elif self._rec.valid_metrics and not self.joins and (_share(self.learn) is None or self._full()):
+            for m in L(self._rec.loss) + self.learn.metrics:
+                if on_device(m): m.record(self.learn)
+
+    def _full(self):
+        "Whether no core has padding in the batch at hand"
+        share,step = _share(self.learn),self.learn.dl.step
+        return share.n_global(step) == share.n_rows(step)*share.world_size
 
     def before_validate(self):
         rec,lf = self._rec,self.learn.loss_func
@@ -209,15 +251,25 @@ class XLAMetrics(Callback):
 
     def after_train(self):
         average_bn(self.learn.model)
+        self._average()
+        sync()
+
+    def _average(self):
+        "Losses to the host, and their mean over the cores"
         rec = self._rec
-        if rec is None or world_size() == 1: return sync()
-        *losses,rec.smooth_loss.val = map(torch.tensor, mean_over_cores([*rec.losses[self.n_losses:], rec.smooth_loss.val]))
-        rec.losses[self.n_losses:] = losses
+        if rec is None or not len(rec.losses) > self.n_losses: return
+        self.read()
+        if world_size() > 1:
+            *losses,val = mean_over_cores([*rec.losses[self.n_losses:], rec.smooth_loss.val])
+            rec.smooth_loss.set_val(val)
+            rec.losses[self.n_losses:] = list(map(torch.tensor, losses))
+            self.learn.smooth_loss = rec.losses[-1]
         self.n_losses = len(rec.losses)
-        if losses: self.learn.smooth_loss = losses[-1]
 
     def after_validate(self):
-        if self._rec is not None and self._rec.valid_metrics and not self.joins: reduce_metrics(L(self._rec.loss) + self.learn.metrics)
+        if self._rec is None or not self._rec.valid_metrics: return
+        read_totals(L(self._rec.loss) + self.learn.metrics)
+        if not self.joins: reduce_metrics(L(self._rec.loss) + self.learn.metrics)
 
 # %% ../nbs/06_callback.ipynb #914b8b82
 class XLAMixedPrecision(MixedPrecision):
@@ -250,6 +302,17 @@ class XLAGradientAccumulation(GradientAccumulation):
         self.count += self._n()
         if self.count < self.n_acc: raise CancelBatchException()
         self.count = 0
+
+class XLAProgress(ProgressCallback):
+    "The loss beside the bar is read about twice a second, not in every batch"
+    name,every = 'progress',.5
+    def before_train(self): super().before_train(); self.next = 0
+    def after_batch(self):
+        self.pbar.update(self.iter+1)
+        if not self.training or time.monotonic() < self.next: return
+        self.next = time.monotonic() + self.every
+        loss = self.learn.xla_metrics.read()
+        if loss is not None: self.pbar.comment = f'{loss:.4f}'
 
 class XLATerminateOnNaN(TerminateOnNaNCallback):
     "All cores stop, if one of them has a loss that isn't finite"
@@ -291,7 +354,7 @@ def _n_global(learn):
     return find_bs(learn.yb) if share is None else share.n_global(learn.dl.step)
 
 # %% ../nbs/06_callback.ipynb #86266c87
-_xla_forms = {MixedPrecision: XLAMixedPrecision, GradientAccumulation: XLAGradientAccumulation, TerminateOnNaNCallback: XLATerminateOnNaN, CutMix: XLACutMix}
+_xla_forms = {MixedPrecision: XLAMixedPrecision, GradientAccumulation: XLAGradientAccumulation, TerminateOnNaNCallback: XLATerminateOnNaN, CutMix: XLACutMix, ProgressCallback: XLAProgress}
 
 def xla_form(
     cb:Callback # Any callback
@@ -317,6 +380,11 @@ def _place(learn, device):
     "Model and optimizer to `device`; the same parameters stay the same"
     move_module(learn.model, device)
     move_opt(learn.opt, device)
+
+def _own_forms(learn):
+    "Optimizer and metrics as fastai made them"
+    own_opt_form(learn.opt)
+    for m in [*learn.metrics, *[v for cb in learn.cbs for v in vars(cb).values() if on_device(v)]]: to_own_form(m)
 
 def _move_loss(loss_func, device):
     "The loss with its tensors on `device`: those that `to` moves, others that a module holds (`FocalLoss`), keywords of a `partial`. A `partial` is made anew"
@@ -438,6 +506,7 @@ class OnXLA:
             self.dls._device = torch.device('cpu')   # `new_empty` builds its loaders for this device
             self.__class__ = cls.plain_class
             from_static(self.model)
+            _own_forms(self)
             self.cbs.map(own_form)
             try: yield self
             finally:
@@ -524,6 +593,7 @@ def detach_xla(self:Learner):
     self.__class__ = type(self).plain_class
     self.remove_cbs(L(cb for cb in self.cbs if isinstance(cb, xla_callbacks)))
     self.cbs.map(own_form)
+    _own_forms(self)
     _place(self, 'cpu')
     self.loss_func = _move_loss(self.loss_func, 'cpu')
     from_static(self.model)

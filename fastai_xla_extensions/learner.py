@@ -72,7 +72,7 @@ class SendEvents(Callback):
     def after_batch(self):
         if time.monotonic() < self.next and self.learn.iter+1 < self.learn.n_iter: return
         self.next = time.monotonic() + self.every
-        self.core.send('after_batch', self.learn.iter, float(self.learn.smooth_loss) if hasattr(self.learn, 'smooth_loss') else None)
+        self.core.send('after_batch', self.learn.iter, self.learn.xla_metrics.read())
     def after_train(self): self.core.send('after_train', self.learn.train_iter)
     def after_validate(self): self.core.send('after_validate')
     def after_epoch(self): self.core.send('after_epoch', pack_learner(self.learn, self.call_cbs), self.draws)
@@ -176,7 +176,7 @@ def _core_cbs(core, cbs, master_cbs=None):
 def _on_own_learner(core, fn, learn, args, kwargs, draws, opts, in_turn):
     "Call `fn(core, learn, args, kwargs, draws, opts)` with this core's learner"
     torch.set_num_threads(1)   # OpenMP's threads don't survive a fork, and would be waited for
-    return fn(core, *in_turn(partial(_set_up, core, learn, args, kwargs, draws, opts)), opts)
+    return to_cpu(fn(core, *in_turn(partial(_set_up, core, learn, args, kwargs, draws, opts)), opts))   # a tensor on a device would start the caller's runtime
 
 def _train(core, learn, args, kwargs, draws, opts):
     "Train on this core; the master returns what the caller needs"

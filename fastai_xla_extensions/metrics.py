@@ -4,21 +4,22 @@
 
 # %% auto #0
 __all__ = ['sum_over_cores', 'mean_over_cores', 'weighs_targets', 'target_weights', 'is_mean', 'per_sample', 'sample_losses',
-           'adds_up', 'reduce_metrics', 'join_batch']
+           'adds_up', 'reduce_metrics', 'on_device', 'to_device_form', 'read_totals', 'to_own_form', 'join_batch']
 
 # %% ../nbs/05_metrics.ipynb #0d1724c5
 import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from fastai.callback.mixup import MixHandler
 from fastai.layers import NoneReduce
-from fastai.learner import AvgLoss, AvgMetric, ValueMetric
+from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, ValueMetric
 from fastai.losses import BaseLoss, FocalLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import accuracy, accuracy_multi, error_rate, mae, mse, msle, top_k_accuracy
-from fastai.torch_core import apply
+from fastai.torch_core import apply, find_bs
 
 from .core import all_gather, all_reduce, plain, sync, world_size, xla_device
 from .data import Shares
@@ -131,6 +132,102 @@ def reduce_metrics(
     ms = [m for m in metrics if not isinstance(m, ValueMetric)]
     s = sum_over_cores([x for m in ms for x in (m.total, m.count)])
     for m,total,count in zip(ms, s[::2], s[1::2]): m.total,m.count = torch.tensor(total),int(count)
+
+# %% ../nbs/05_metrics.ipynb #16b66bc7
+class _OnDevice:
+    "In front of the class of a metric: a total on the device beside the one on the host"
+    def _new(self, device): self._on = SimpleNamespace(total=torch.zeros(1).to(device), recorded=False)
+    def reset(self): super().reset(); vars(self).pop('_on', None)
+    def _batch(self, learn): return learn.loss.mean() if isinstance(self, AvgLoss) else self.func(learn.pred, *learn.yb)
+
+    def record(self, learn):
+        "Add up the batch; to be called before the graph is cut"
+        if '_on' not in vars(self): self._new(learn.xla_device)
+        n,on = find_bs(learn.yb),self._on
+        on.total = on.total + plain(self._batch(learn).detach()).float()*n
+        self.count += n
+        on.recorded = True
+
+    def accumulate(self, learn):
+        on = vars(self).get('_on')
+        if on is None or not on.recorded: super().accumulate(learn)
+        else: on.recorded = False
+
+class _SmoothOnDevice:
+    "In front of `AvgSmoothLoss`: the average, and its last values, on the device"
+    keeps = 64   # values; read by then
+    def reset(self): super().reset(); vars(self).pop('_on', None)
+
+    def record(self, learn):
+        "Average the batch's loss; to be called before the graph is cut"
+        on = vars(self).get('_on')
+        if on is None:
+            start = torch.zeros(self.keeps+2)
+            start[:2] = torch.tensor([float(self.val), 1-self.beta**self.count])
+            on = self._on = SimpleNamespace(past=start.to(learn.xla_device), value=None, recorded=False)
+        loss = plain(learn.loss.detach()).float().mean()
+        # the average of ones is the correction that fastai computes as a Python number, which would be another program when it becomes 1
+        now = torch.lerp(torch.stack([loss, torch.ones_like(loss)]), on.past[:2], self.beta)
+        on.value = now[0]/now[1]
+        on.past = torch.cat([now, on.past[3:], on.value[None]])
+        on.recorded = True
+
+    def accumulate(self, learn):
+        if '_on' not in vars(self) or not self._on.recorded: self.record(learn)
+        self.count += 1
+        self._on.recorded = False
+
+    def last(self, n):
+        "The last `n` values, on the CPU: one transfer"
+        past = self._on.past.cpu()
+        self.val = past[0]
+        return past[len(past)-n:]
+
+    def set_val(self, val):
+        "Go on from this average"
+        self.val = torch.tensor(val)
+        vars(self).pop('_on', None)
+
+    @property
+    def value(self): return super().value if '_on' not in vars(self) else self._on.value
+
+_metric_classes = {}
+def _device_class(cls):
+    if cls not in _metric_classes:
+        _metric_classes[cls] = type(cls.__name__, (_SmoothOnDevice if cls is AvgSmoothLoss else _OnDevice, cls), dict(plain_class=cls, __doc__=cls.__doc__))
+    return _metric_classes[cls]
+
+def on_device(
+    m # A metric
+)->bool:
+    "Whether `m` adds up on the device"
+    return isinstance(m, (_OnDevice, _SmoothOnDevice))
+
+def to_device_form(
+    m, # A metric
+    loss_func # The learner's
+):
+    "Let `m` add up on the device, if it is fastai's own average of a known function"
+    if type(m) is AvgSmoothLoss or type(m) in (AvgLoss, AvgMetric) and adds_up(m, loss_func): m.__class__ = _device_class(type(m))
+
+def read_totals(
+    metrics # Some of them in the form for the device
+):
+    "Bring the totals to the host: one transfer for all"
+    ms = [m for m in metrics if isinstance(m, _OnDevice) and '_on' in vars(m)]
+    if not ms: return
+    totals = torch.cat([m._on.total for m in ms])
+    sync()
+    for m,t in zip(ms, totals.cpu()): m.total = m.total + t; del m._on
+
+def to_own_form(
+    m # A metric
+):
+    "Undo `to_device_form`"
+    if not on_device(m): return
+    if isinstance(m, _OnDevice): read_totals([m])
+    elif '_on' in vars(m): m.last(1); del m._on
+    m.__class__ = type(m).plain_class
 
 # %% ../nbs/05_metrics.ipynb #2cd55ead
 def join_batch(
