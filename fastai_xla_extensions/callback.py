@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['xla_callbacks', 'XLASync', 'XLAFlush', 'XLAOptCallback', 'as_data', 'XLALoss', 'XLAMetrics', 'XLAMixedPrecision',
            'XLAGradientAccumulation', 'XLAProgress', 'XLATerminateOnNaN', 'XLACutMix', 'rand_box', 'xla_form',
-           'own_form', 'look_at_data', 'OnXLA']
+           'own_form', 'look_at_data', 'OnXLA', 'enter_xla']
 
 # %% ../nbs/06_callback.ipynb #19ab7612
 import time, types
@@ -30,7 +30,7 @@ from fastai.learner import Learner, join_path_file
 from fastai.losses import BaseLoss
 from fastai.torch_core import apply, find_bs, to_detach, to_float, unsqueeze
 
-from .core import (all_reduce, broadcast_model, is_master, local_cores, move_module, ordinal, sync, world_size, xla_autograd, xla_device)
+from .core import (all_reduce, broadcast_model, is_master, is_sharded, local_cores, move_module, ordinal, require_no_spmd, sync, to_host, world_size, xla_autograd, xla_device)
 from .data import DeviceDL, Shares, share_out
 from .layers import SyncBatchNorm, average_bn, batch_norms, from_static, to_static
 from .metrics import (adds_up, join_batch, mean_over_cores, on_device, per_sample, read_totals, reduce_metrics, sample_losses, sum_over_cores, target_weights, to_device_form,
@@ -111,16 +111,16 @@ class XLALoss(Callback):
         share = _share(self.learn)
         if not self.training or share is None or not share.n_tail: return
         step = self.learn.dl.step
-        self.mask = (torch.arange(share.n_rows(step)) < share.n_real(step)).float().to(self.learn.xla_device)
+        self.mask = self.learn._mask(share.n_rows(step), share.n_real(step))
         for m in self.sync_bns: m.mask = self.mask
 
     def after_loss(self):
         share = _share(self.learn)
         if not self.training or share is None or not len(self.learn.yb): return
-        step,n = self.learn.dl.step,share.world_size
+        step,n = self.learn.dl.step,world_size()
         loss_func,loss,pred,yb = self.learn.loss_func,self.learn.loss_grad,self.learn.pred,self.learn.yb
         if share.n_tail and share.pad:
-            loss = _masked_mean(loss_func, sample_losses(loss_func, pred, *yb), yb, self.mask, as_data(share.n_global(step)/n, self.mask.device))
+            loss = _masked_mean(loss_func, sample_losses(loss_func, pred, *yb), yb, self.mask, self.learn._number(share.n_global(step)/n))
             if isinstance(loss, tuple): loss = loss[0]*n/all_reduce(loss[1])
         if getattr(loss_func, 'reduction', 'mean') == 'sum': loss = loss*n   # the mean over the cores will divide by it
         elif share.n_tail and share.pad: pass
@@ -135,7 +135,7 @@ class XLALoss(Callback):
     def _with_or_without_last(self, share, step, loss, pred, yb):
         rows,total = share.n_rows(step),share.n_tail
         less = self.learn.loss_func(*apply(lambda t: t[:rows-1], (pred, *yb))) if rows > 1 else 0.
-        full = as_data(share.n_real(step) == rows, self.learn.xla_device)
+        full = self.learn._number(share.n_real(step) == rows)
         return (full*rows*loss + (1-full)*(rows-1)*less)*(share.world_size/total)
 
 # %% ../nbs/06_callback.ipynb #dcfb7b04
@@ -222,9 +222,8 @@ class XLAMetrics(Callback):
 
     def after_loss(self):
         if self.training or _share(self.learn) is None or not len(self.learn.yb) or not self._masks(): return
-        dev,n,lf,yb = self.learn.xla_device,self._count(),self.learn.loss_func,self.learn.yb
-        mask = (torch.arange(self._rows()) < n).float().to(dev)
-        loss = _masked_mean(lf, sample_losses(lf, self.learn.pred, *yb), yb, mask, as_data(n, dev))
+        n,lf,yb = self._count(),self.learn.loss_func,self.learn.yb
+        loss = _masked_mean(lf, sample_losses(lf, self.learn.pred, *yb), yb, self.learn._mask(self._rows(), n), self.learn._number(n))
         self.learn.loss = loss[0]/loss[1] if isinstance(loss, tuple) else loss
 
     def settle(self):
@@ -237,7 +236,7 @@ class XLAMetrics(Callback):
         if n == rows: return
         own,mine = _share(self.learn).n_rows(self.learn.dl.step),_share(self.learn).n_real(self.learn.dl.step)
         def cut(b, rows, n):   # on the host: on the device it would be another program
-            return apply(lambda t: t.detach().cpu()[:n].to(t.device) if isinstance(t, Tensor) and t.ndim and len(t) == rows > n else t, b)
+            return apply(lambda t: to_host(t)[:n].to(t.device) if isinstance(t, Tensor) and t.ndim and len(t) == rows > n else t, b)
         self.learn.pred,self.learn.yb = cut((self.learn.pred, self.learn.yb), rows, n)
         if mine < own: self.learn.xb = cut(self.learn.xb, own, mine)
         if isinstance(self.learn.loss, Tensor) and self.learn.loss.ndim and not self.training: self.learn.loss = cut(self.learn.loss, rows, n)
@@ -247,7 +246,7 @@ class XLAMetrics(Callback):
         if _share(self.learn) is None: return
         rec,short = self._rec,self._count() < self._rows()
         if (rec is not None and rec.train_metrics and len(self.learn.metrics) > 0) if self.training else (self.on_host or short):
-            self.learn.pred,self.learn.yb = to_detach((self.learn.pred, self.learn.yb), gather=False)
+            self.learn.pred,self.learn.yb = apply(lambda t: to_host(t) if isinstance(t, Tensor) else t, (self.learn.pred, self.learn.yb))
 
     def after_train(self):
         average_bn(self.learn.model)
@@ -411,7 +410,7 @@ def look_at_data(
     "Let fastai read a sample for the number of inputs now, and not later beside the thread that loads batches, with the same transforms"
     getattr(dls, 'n_inp', None)
 
-def _to_cpu(o): return apply(lambda t: t.cpu() if isinstance(t, Tensor) and t.device.type == 'xla' else t, o)
+def _to_cpu(o): return apply(lambda t: (to_host(t) if is_sharded(t) else t.cpu()) if isinstance(t, Tensor) and t.device.type == 'xla' else t, o)
 
 def _xla_attrs(o):
     "Attributes of `o` that are tensors on XLA, or lists, tuples and dicts with such"
@@ -453,6 +452,7 @@ class OnXLA:
     "What a learner does differently while it is on XLA"
     xla_seed = xla_draws = None   # order of the samples: as fastai draws it
     xla_random = None             # random numbers of the loader: the process's
+    xla_mesh = None               # in SPMD: how batches are split
     xla_saves,xla_folder = 0,None # files written so far, and where other cores learn of it
 
     def add_cb(self, cb): return super().add_cb(xla_form(cb() if isinstance(cb, type) else cb))
@@ -461,9 +461,20 @@ class OnXLA:
         if not isinstance(cb, type): own_form(cb)
         return self
 
-    def _set_device(self, b):
-        dev = self.xla_device
-        return apply(lambda t: t.to(dev) if isinstance(t, Tensor) else t, b)
+    def _set_device(self, b): return apply(lambda t: self._upload(t) if isinstance(t, Tensor) and t.device != self.xla_device else t, b)
+
+    def _mask(self, rows, n):
+        "1 for each of the first `n` of `rows` rows, 0 for padding; uploaded once"
+        if ('mask', rows, n) not in self.xla_data: self.xla_data['mask', rows, n] = self._upload((torch.arange(rows) < n).float())
+        return self.xla_data['mask', rows, n]
+
+    def _number(self, x):
+        "`x` as data (`as_data`), uploaded once"
+        x = float(x)
+        if x not in self.xla_data: self.xla_data[x] = torch.tensor([x]).to(self.xla_device)
+        return self.xla_data[x].squeeze(0)
+
+    def _upload(self, t): return t.to(self.xla_device)
 
     def _backward(self):
         with xla_autograd(): super()._backward()
@@ -494,7 +505,7 @@ class OnXLA:
             return
         share = share_out(dl, ordinal(), world_size(), self.xla_seed, pad=not self.training or self._can_mask(), n_local=local_cores(), draws=self.xla_draws)
         share.set_epoch(getattr(self, 'epoch', 0))
-        with DeviceDL(share, self.xla_device, random=self.xla_random) as d: yield d
+        with DeviceDL(share, self.xla_device, random=self.xla_random, sharding=self.xla_mesh) as d: yield d
 
     @contextmanager
     def _plain_learner(self):
@@ -548,35 +559,45 @@ class OnXLA:
         with self._plain_learner() as learn: learn.export(*args, **kwargs)
         keep_defaults(self.opt)
 
-    def __reduce_ex__(self, protocol): return _new_on_xla, (type(self).plain_class,), self.__getstate__()
+    def __reduce_ex__(self, protocol): return _new_on_xla, (type(self).plain_class, type(self).mixin), self.__getstate__()
 
-_settings = 'xla_device xla_old_devices xla_seed xla_draws xla_random xla_saves xla_folder'.split()
+_settings = 'xla_device xla_data xla_old_devices xla_seed xla_draws xla_random xla_saves xla_folder'.split()
 _classes = {}
-def _on_xla_class(cls):
-    "`cls` with `OnXLA` in front"
-    if cls not in _classes: _classes[cls] = type(cls.__name__, (OnXLA, cls), dict(plain_class=cls, __doc__=cls.__doc__))
-    return _classes[cls]
-def _new_on_xla(cls): return object.__new__(_on_xla_class(cls))
+def _on_xla_class(cls, mixin=OnXLA):
+    "`cls` with `OnXLA`, or a class made from it, in front"
+    if (cls,mixin) not in _classes: _classes[cls,mixin] = type(cls.__name__, (mixin, cls), dict(plain_class=cls, mixin=mixin, __doc__=cls.__doc__))
+    return _classes[cls,mixin]
+def _new_on_xla(cls, mixin=OnXLA): return object.__new__(_on_xla_class(cls, mixin))
 
 # %% ../nbs/06_callback.ipynb #d113a95a
+def enter_xla(
+    learn:Learner, # On the CPU, or on XLA
+    dev,           # An XLA device
+    mixin=OnXLA,   # What the learner does differently there
+    place=None     # Moves model and optimizer; default: as a whole
+)->Learner:
+    "Bring `learn` to an XLA device, in place"
+    if isinstance(learn, OnXLA): learn.detach_xla()
+    look_at_data(learn.dls)
+    learn.xla_device,learn.xla_old_devices,learn.xla_data = dev,_dls_devices(learn.dls),{}
+    (place or _place)(learn, dev)
+    learn.loss_func = _move_loss(learn.loss_func, dev)
+    _set_dls_devices(learn.dls, [dev]*(len(learn.dls.loaders)+1))
+    to_static(learn.model)
+    learn.cbs.map(xla_form)
+    learn.add_cbs([cb() for cb in xla_callbacks])
+    learn.__class__ = _on_xla_class(type(learn), mixin)
+    return learn
+
 @patch
 def to_xla(self:Learner,
     device=None # An XLA device; default: this process's
 ):
     "Train on one XLA core, in this process. Optimizer, hypers, freezing and tied weights stay as they are. Returns the learner"
+    require_no_spmd('learn.to_xla')
     dev = xla_device('learn.to_xla()') if device is None else torch.device(device)
     if dev.type != 'xla': raise ValueError(f"to_xla(device={device!r}): the device must be an XLA device; `detach_xla()` moves the learner back to the CPU")
-    if isinstance(self, OnXLA): self.detach_xla()
-    look_at_data(self.dls)
-    self.xla_device,self.xla_old_devices = dev,_dls_devices(self.dls)
-    _place(self, dev)
-    self.loss_func = _move_loss(self.loss_func, dev)
-    _set_dls_devices(self.dls, [dev]*(len(self.dls.loaders)+1))
-    to_static(self.model)
-    self.cbs.map(xla_form)
-    self.add_cbs([cb() for cb in xla_callbacks])
-    self.__class__ = _on_xla_class(type(self))
-    return self
+    return enter_xla(self, dev)
 
 @patch
 def to_xla_bf16(self:Learner):

@@ -6,8 +6,8 @@
 __all__ = ['require_xla', 'runtime_started', 'require_free_runtime', 'emulate_cores', 'emulated_cores', 'on_tpu', 'n_cores',
            'check_num_cores', 'ordinal', 'world_size', 'is_master', 'cores_in_process', 'local_cores', 'xla_device',
            'sync', 'enter_core', 'serialize_steps', 'all_reduce', 'all_gather', 'rendezvous', 'broadcast_model',
-           'seed_core', 'peek_rng', 'move_module', 'device_type', 'upload', 'is_spmd', 'is_sharded', 'place_like',
-           'to_host', 'plain', 'xla_autograd']
+           'seed_core', 'peek_rng', 'start_spmd', 'require_no_spmd', 'upload', 'is_spmd', 'is_sharded', 'place_like',
+           'to_host', 'move_module', 'device_type', 'plain', 'xla_autograd']
 
 # %% ../nbs/00_core.ipynb #da50cc79
 import importlib.metadata, os, random, sys, threading
@@ -254,35 +254,33 @@ def peek_rng(
     r = random.Random(); r.setstate(rng.getstate())
     return r.getrandbits(31)
 
-# %% ../nbs/00_core.ipynb #fc53ff89
-_move_lock = threading.RLock()
+# %% ../nbs/00_core.ipynb #4a9d380f
+def start_spmd(
+    by:str # The call that wants it, kept for messages
+):
+    "Present all cores as one device of this process; a `RuntimeError` if it is too late for that"
+    emulated_cores()
+    C = require_xla()._XLAC
+    from torch_xla import runtime as xr
+    if not xr.is_spmd():
+        if runtime_started() or C._xla_get_spmd_config_is_locked():
+            raise RuntimeError(f"`{by}` needs SPMD mode, but this process already holds the XLA device in one-core mode (taken by {_state.get('started_by', 'a call to torch_xla')}),"
+                               f" and the two can't follow each other. Restart the kernel (or the script) and call `{by}` before `to_xla` or a tensor on 'xla'.")
+        xr.use_spmd()
+    if not runtime_started(): _state['started_by'] = by
+    _state['spmd'] = True
 
-@contextmanager
-def _keep_params():
-    "Modules keep their `Parameter` objects when they are moved"
-    with _move_lock:
-        old = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try: yield
-        finally: torch.__future__.set_swap_module_params_on_conversion(old)
+def require_no_spmd(
+    call:str # The call that can't be made in SPMD mode, for the message
+):
+    "A `RuntimeError` if this process is in SPMD mode"
+    if 'spmd' not in _state and os.environ.get('XLA_USE_SPMD', '0').lower() in ('0', 'false', ''): return
+    why = f"by {_state['started_by']}" if 'started_by' in _state and 'spmd' in _state else "by XLA_USE_SPMD in the environment"
+    raise RuntimeError(f"`{call}` can't be used in SPMD mode, which was switched on {why}. In SPMD mode one process trains on all cores: `learn.to_spmd()` and then fastai's own verbs."
+                       " The `xla_*` verbs start one process per core, and `to_xla` uses one core. To use them restart the kernel (or the script)"
+                       + (" without XLA_USE_SPMD." if 'spmd' not in _state else "."))
 
-def move_module(
-    m:nn.Module,          # Moved in place
-    device:torch.device   # Where to
-)->nn.Module:
-    "Move `m`, keeping the identity of its parameters, and with it tied weights and the optimizer's hold on them"
-    if device_type(m) == torch.device(device).type == 'cpu': return m
-    with _keep_params(): return m.to(device)
-
-def device_type(
-    m:nn.Module # Any module
-)->str:
-    "Type of the device that holds `m`: 'cpu', 'xla' ...; 'cpu' for a module without tensors"
-    t = next(iter(m.parameters()), None)
-    if t is None: t = next(iter(m.buffers()), None)
-    return 'cpu' if t is None else t.device.type
-
-# %% ../nbs/00_core.ipynb #06c480a0
+# %% ../nbs/00_core.ipynb #75ecb75a
 def upload(
     xs:list, # Numbers
     device:torch.device # Where to
@@ -324,6 +322,7 @@ def to_host(
     t = t.detach()
     if not is_sharded(t): return t.cpu()
     C = require_xla()._XLAC
+    C._xla_wait_device_ops(['SPMD:0'])   # its values may be on their way
     parts,places = C._get_local_shards([t])[0],C._get_local_shard_replica_and_indices([t])[0]
     res,seen = torch.empty(t.shape, dtype=t.dtype),set()
     for (part,_),(_,idx) in zip(parts, places):
@@ -333,6 +332,34 @@ def to_host(
         seen.add(key)
         res[idx] = part[tuple(slice(0, s.stop-s.start) if isinstance(s, slice) else s for s in idx)]   # parts are padded to one size
     return res
+
+# %% ../nbs/00_core.ipynb #fc53ff89
+_move_lock = threading.RLock()
+
+@contextmanager
+def _keep_params():
+    "Modules keep their `Parameter` objects when they are moved"
+    with _move_lock:
+        old = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try: yield
+        finally: torch.__future__.set_swap_module_params_on_conversion(old)
+
+def move_module(
+    m:nn.Module,          # Moved in place
+    device:torch.device   # Where to
+)->nn.Module:
+    "Move `m`, keeping the identity of its parameters, and with it tied weights and the optimizer's hold on them"
+    if device_type(m) == torch.device(device).type == 'cpu': return m
+    with _keep_params(): return m._apply(to_host) if torch.device(device).type == 'cpu' else m.to(device)
+
+def device_type(
+    m:nn.Module # Any module
+)->str:
+    "Type of the device that holds `m`: 'cpu', 'xla' ...; 'cpu' for a module without tensors"
+    t = next(iter(m.parameters()), None)
+    if t is None: t = next(iter(m.buffers()), None)
+    return 'cpu' if t is None else t.device.type
 
 # %% ../nbs/00_core.ipynb #ec4ee69c
 def plain(

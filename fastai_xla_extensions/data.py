@@ -20,7 +20,7 @@ from fastcore.xtras import is_listy
 from fastai.data.load import DataLoader, _FakeLoader
 from fastai.torch_core import apply, find_bs
 
-from .core import peek_rng, plain, require_xla
+from .core import peek_rng, plain, require_xla, to_host
 
 # %% ../nbs/04_data.ipynb #23e51a00
 class Shares:
@@ -375,9 +375,10 @@ class DeviceDL(GetAttr):
         dl,           # Anything with batches
         device,       # An XLA device
         prefetch:int=4, # Batches kept ready on the device; twice as many on the host
-        random:RandomState|None=None # Where cores are threads of one process: this core's own random numbers, for items and transforms
+        random:RandomState|None=None, # Where cores are threads of one process: this core's own random numbers, for items and transforms
+        sharding=None # How batches are split over the cores in SPMD: what torch_xla's loaders call `input_sharding`
     ):
-        self.dl,self.device,self.prefetch,self.random,self.step,self.gathered = dl,device,prefetch,random,0,False
+        self.dl,self.device,self.prefetch,self.random,self.sharding,self.step,self.gathered = dl,device,prefetch,random,sharding,0,False
         self._loader,self._host = None,ExitStack()
 
     def __len__(self): return len(self.dl)
@@ -408,8 +409,8 @@ class DeviceDL(GetAttr):
         self._parts,self._error = deque(),None
         # the steps are cut by `XLASync`, never by the loader
         self._batches = self._plain()
-        self._loader = ParallelLoader(self._batches, [self.device], batches_per_execution=2**31,
-                                      loader_prefetch_size=2*self.prefetch, device_prefetch_size=self.prefetch)
+        self._loader = ParallelLoader(self._batches, [self.device], batches_per_execution=2**31, loader_prefetch_size=2*self.prefetch,
+                                      device_prefetch_size=self.prefetch, input_sharding=self.sharding)
         try:
             for self.step,ts in enumerate(iter(lambda: self._loader.next_item(self.device), None)):
                 self.gathered = False   # `XLAMetrics` sets it when it has joined the batch of all cores
@@ -420,7 +421,7 @@ class DeviceDL(GetAttr):
 
     def to_detach(self, b, cpu=True, gather=True):
         "What `Learner.to_detach` calls: detached, on the CPU, and without padding"
-        b = apply(lambda t: (t.detach().cpu() if cpu else t.detach()) if isinstance(t, Tensor) else t, b)
+        b = apply(lambda t: (to_host(t) if cpu else t.detach()) if isinstance(t, Tensor) else t, b)
         return self.trim(b)   # on the host, where another shape is no other program
 
     def trim(self, b):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SyncBatchNorm', 'convert_sync_bn', 'convert_local_bn', 'revert_sync_bn', 'batch_norms', 'average_bn', 'to_static',
-           'from_static']
+           'from_static', 'to_partitioned', 'from_partitioned']
 
 # %% ../nbs/03_layers.ipynb #6ad67e17
 import sys
@@ -36,7 +36,9 @@ class SyncBatchNorm(_BatchNorm):
         "Normalize `x`: over the batches of all cores in training, with the running statistics in evaluation"
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0., self.eps)
+            if x.device.type != 'xla': return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0., self.eps)
+            shape = [1,-1]+[1]*(x.dim()-2)   # in SPMD the partitioner can't split torch_xla's own
+            return self._scale(x.float() - self.running_mean.view(shape), self.running_var, shape).to(x.dtype)
         dims,shape = [0,*range(2, x.dim())],[1,-1]+[1]*(x.dim()-2)
         xf = x.float()
         if self.mask is None: w,n = None,x.new_full((1,), float(x.numel()//x.shape[1]), dtype=torch.float32)
@@ -51,9 +53,11 @@ class SyncBatchNorm(_BatchNorm):
         d = xf - mean.view(shape)
         var = join(total(d*d))/n
         if self.training and self.track_running_stats: self._update(mean.detach(), var.detach(), n)
+        return self._scale(d, var, shape).to(x.dtype)
+
+    def _scale(self, d, var, shape):
         y = d*torch.rsqrt(var+self.eps).view(shape)
-        if self.affine: y = y*self.weight.view(shape) + self.bias.view(shape)
-        return y.to(x.dtype)
+        return y*self.weight.view(shape) + self.bias.view(shape) if self.affine else y
 
     @torch.no_grad()
     def _update(self, mean, var, n):
@@ -156,4 +160,56 @@ def from_static(
     for o in m.modules():
         if type(o) in _static_classes.values(): o.__class__ = type(o).__bases__[0]
         if not vars(o).get('across', True): revert_sync_bn(nn.ModuleList([o]))
+    return m
+
+# %% ../nbs/03_layers.ipynb #06bcc6a4
+class _BatchFirstAttention:
+    "In front of `nn.MultiheadAttention`: the same with the batch as first dimension throughout"
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True, is_causal=False):
+        plain = self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn and query.dim() == 3
+        if not plain: return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if not self.batch_first:
+            same = query is key, key is value
+            query = query.transpose(0, 1)
+            key = query if same[0] else key.transpose(0, 1)
+            value = key if same[1] else value.transpose(0, 1)
+        (bs,n,e),h = query.shape,self.num_heads
+        ws = self.in_proj_weight.chunk(3)
+        biases = [None]*3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q,k,v = (F.linear(x, w, b).view(bs, -1, h, e//h).transpose(1, 2) for x,w,b in zip((query, key, value), ws, biases))
+        scores = q @ k.transpose(-2, -1) * (e//h)**-.5
+        mask = self._joint_mask(attn_mask, key_padding_mask, bs, scores)
+        if mask is not None: scores = scores + mask
+        p = F.dropout(scores.softmax(-1), self.dropout, self.training)
+        out = self.out_proj((p @ v).transpose(1, 2).reshape(bs, n, e))
+        if not self.batch_first: out = out.transpose(0, 1)
+        return out,(p.mean(1) if average_attn_weights else p) if need_weights else None
+
+    def _joint_mask(self, attn_mask, pad_mask, bs, scores):
+        "Both masks, as numbers to add to the scores"
+        res = None
+        for m,shape in ((attn_mask, None), (pad_mask, (bs, 1, 1, -1))):
+            if m is None: continue
+            if m.dtype == torch.bool: m = torch.zeros_like(m, dtype=scores.dtype).masked_fill(m, float('-inf'))
+            m = m.view(shape) if shape else m.view(bs, -1, *m.shape[1:]) if m.dim() == 3 else m
+            res = m if res is None else res + m
+        return res
+
+_split_classes = {}
+def to_partitioned(
+    m:nn.Module # Changed in place
+)->nn.Module:
+    "Give the layers of `m` that XLA's partitioner can't split a form that it can; same parameters, same values"
+    for o in m.modules():
+        if type(o) is nn.MultiheadAttention:
+            if type(o) not in _split_classes: _split_classes[type(o)] = type('MultiheadAttention', (_BatchFirstAttention, nn.MultiheadAttention), {})
+            o.__class__ = _split_classes[type(o)]
+    return m
+
+def from_partitioned(
+    m:nn.Module # Changed in place
+)->nn.Module:
+    "Undo `to_partitioned`"
+    for o in m.modules():
+        if isinstance(o, _BatchFirstAttention): o.__class__ = nn.MultiheadAttention
     return m

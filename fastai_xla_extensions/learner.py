@@ -26,7 +26,7 @@ from fastai.learner import Learner, Metric, Recorder
 from fastai.torch_core import to_cpu, to_detach
 
 from .callback import look_at_data, xla_callbacks   # the module adds to_xla to Learner
-from .core import check_num_cores, peek_rng, require_free_runtime, require_xla, seed_core
+from .core import check_num_cores, peek_rng, require_free_runtime, require_no_spmd, require_xla, seed_core
 from .data import RandomState, share_out
 from .layers import convert_sync_bn
 from .launch import check_start_method, launch
@@ -265,6 +265,7 @@ def _check_call(learn, verb, args, kwargs, num_cores=None, start_method=None, ma
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)): raise ValueError(f"seed={seed!r}: it may be a whole number or None")
     n,method = check_num_cores(num_cores),check_start_method(start_method)
     require_xla()
+    require_no_spmd(f'learn.xla_{verb}')
     require_free_runtime(f'learn.xla_{verb}')
     check_learner(learn, n)
     look_at_data(learn.dls)

@@ -120,7 +120,7 @@ def adds_up(
     loss_func # The learner's
 )->bool:
     "Whether the metric over all samples follows from its totals on the cores"
-    acc = type(metric).accumulate
+    acc = getattr(type(metric), 'plain_class', type(metric)).accumulate   # of its own form
     if acc is AvgLoss.accumulate: return is_mean(loss_func)
     return isinstance(metric, ValueMetric) or acc is AvgMetric.accumulate and _function(metric.func)[0] in _mean_metrics
 
@@ -133,7 +133,7 @@ def reduce_metrics(
     s = sum_over_cores([x for m in ms for x in (m.total, m.count)])
     for m,total,count in zip(ms, s[::2], s[1::2]): m.total,m.count = torch.tensor(total),int(count)
 
-# %% ../nbs/05_metrics.ipynb #16b66bc7
+# %% ../nbs/05_metrics.ipynb #fec14e37
 class _OnDevice:
     "In front of the class of a metric: a total on the device beside the one on the host"
     def _new(self, device): self._on = SimpleNamespace(total=torch.zeros(1).to(device), recorded=False)
