@@ -77,8 +77,9 @@ for verb,bs in (('xla_fit', 4), ('fit', 16)):
     test_eq(wandb.run is run, True); test_eq(run.step, 15)
     test_close(run.summary['valid_loss'], l.recorder.values[-1][1], 1e-6); test_eq(run.summary['epoch'], 3)
     run.log({'own': 1.}); run.finish()
-    logs.append((l, history(run)))
-(l,a),(r,b) = logs
+    logs.append((l, run))
+wandb.teardown()   # all is written
+(l,a),(r,b) = [(o, history(run)) for o,run in logs]
 equal(l, r)
 test_eq([set(o) for o in a], [set(o) for o in b]); test_eq([o['_step'] for o in a], list(range(15)) + [15])
 assert 'Prediction_Samples' in {k.split('/')[0] for o in a for k in o}
@@ -90,6 +91,7 @@ class Fake(Callback):
     order = Recorder.order+1
     def before_fit(self): self.file = open(f'fake{ordinal()}-{self.tag}', 'w'); self.rows = []
     def after_batch(self):
+        if hasattr(self.learn, 'gather_preds'): return
         h = torch.cat([p.detach().flatten().cpu() for p in self.learn.model.parameters()]).histc(8, -1, 1).tolist()
         self.rows.append((self.training, float(self.learn.smooth_loss), float(self.learn.loss), h))
     def after_epoch(self):
@@ -190,10 +192,11 @@ for place in ('cbs', 'learner'):
         test_close([o for o in a.rows if o is not None], [o for o in b.rows if o is not None], 1e-5)
         test_eq((a.n_params, a.n, a.done), (b.n_params, b.n, True)); test_eq(a.by_epoch.keys(), b.by_epoch.keys()); test_close(a.last, b.last, 1e-5)
         assert a.learn is None or a.learn is l
-loss = float(r.recorder.losses[3])+1e-4
+with (r := vision(16)).no_logging(): r.fit(3)
+loss = float(r.recorder.losses[8])+1e-4
 def stop(): cb = Stop(); cb.at = loss; return cb
 l,r,_ = both('fit', 3, mk=vision, cbs=stop)
-equal(l, r); assert len(l.recorder.losses) < 15
+equal(l, r); assert 6 < len(l.recorder.losses) < 12
 
 # a schedule of the user's; a loss with label smoothing; BatchNorm that stays as it is
 l,r,_ = both('fit', 2, mk=vision, cbs=lambda: ParamScheduler({'lr': combined_cos(.3, .01, .2, .001), 'mom': SchedCos(.95, .8)}))
@@ -259,10 +262,9 @@ def lm(bs, alpha=2., beta=1.):
     return l
 none = lm(16, 0, 0)
 with none.no_logging(): none.fit(2)
-for kw in (dict(alpha=2., beta=0), dict(alpha=0, beta=5.), dict(alpha=2., beta=1.)):
-    l,r,_ = both('fit', 2, mk=partial(lm, **kw))
-    equal(l, r); assert rel(r, none) > 1e-4
-    test_eq([type(c) for c in l.cbs], [type(c) for c in r.cbs])
+l,r,_ = both('fit', 2, mk=lm)
+equal(l, r); assert rel(r, none) > 1e-4
+test_eq([type(c) for c in l.cbs], [type(c) for c in r.cbs])
 
 class Saves(Callback):
     order = 80
@@ -296,7 +298,6 @@ l.save_encoder('enc')
 state = torch.load('models/enc.pth', weights_only=True)
 test_eq({(type(o), o.device.type) for o in state.values()}, {(Tensor, 'cpu')})
 for a,b in zip(before, l.model.parameters()): test_eq(a, b.cpu()); test_eq(b.device.type, 'xla')
-with l.no_logging(): l.fit(1)
 other = classifier().to_xla()
 assert other.load_encoder('enc') is other
 enc = other.model[0].module
@@ -361,7 +362,7 @@ df['t'] = np.where(df.x + (df.c=='a') > .3, 'yes', 'no')
 def tab(bs):
     set_seed(4)
     d = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, Normalize], cat_names=['c'], cont_names=['x','y'], y_names='t', y_block=CategoryBlock(), valid_idx=list(range(100,131)), bs=bs, device='cpu', path='.')
-    l = tabular_learner(d, layers=[8], config=tabular_config(use_bn=False, bn_cont=False), metrics=accuracy, opt_func=SGD, lr=.1)
+    l = tabular_learner(d, layers=[8], n_out=2, config=tabular_config(use_bn=False, bn_cont=False), metrics=accuracy, opt_func=SGD, lr=.1)
     l.remove_cb(ProgressCallback); l.dls.train.rng.seed(0)
     return l
 def shown(f):
@@ -371,8 +372,9 @@ def shown(f):
     plt.close('all')
     return out.getvalue(),axs
 def close(a, b):
-    if isinstance(a, (tuple, list)): test_eq(len(a), len(b)); [close(u, v) for u,v in zip(a, b)]
+    if isinstance(a, (tuple, list, L)): test_eq(len(a), len(b)); [close(u, v) for u,v in zip(a, b)]
     elif isinstance(a, Tensor): test_eq(type(a), type(b)); test_eq(a.device.type, 'cpu'); test_close(a, b, 1e-5)
+    elif isinstance(a, float): test_close(a, b, 1e-5)
     else: test_eq(a, b)
 def usable(l, r, item):
     test_eq([type(c) for c in l.cbs], [type(c) for c in r.cbs]); test_eq({o.device.type for o in l.dls.one_batch()}, {'cpu'}); r.dls.one_batch()
@@ -381,15 +383,15 @@ def usable(l, r, item):
         a,b = [ClassificationInterpretation.from_learner(o, ds_idx=ds_idx) for o in (l, r)]
         test_eq(a.confusion_matrix(), b.confusion_matrix()); test_eq(a.most_confused(), b.most_confused())
         u,v = a.top_losses(9),b.top_losses(9); close(u[0], v[0]); test_eq(u[1], v[1])
-        test_eq(shown(a.plot_confusion_matrix), shown(b.plot_confusion_matrix)); test_eq(a.print_classification_report() if False else 0, 0)
+        test_eq(shown(a.plot_confusion_matrix), shown(b.plot_confusion_matrix))
     close(Interpretation.from_learner(l).losses, Interpretation.from_learner(r).losses)
-    if hasattr(l, 'show_results'): test_eq(shown(lambda: l.show_results(max_n=4, shuffle=False)), shown(lambda: r.show_results(max_n=4, shuffle=False)))
+    test_eq(shown(lambda: l.show_results(max_n=4, shuffle=False)), shown(lambda: r.show_results(max_n=4, shuffle=False)))
     close([o for o in l.predict(item)[1:]], [o for o in r.predict(item)[1:]])
     names = 'l.pkl','r.pkl'
     for o,f in zip((l, r), names): o.export(f)
     a,b = [load_learner(f) for f in names]
     test_eq([type(c) for c in a.cbs], [type(c) for c in b.cbs]); close(a.predict(item)[1:], r.predict(item)[1:]); close(b.predict(item)[1:], a.predict(item)[1:])
-    close(l.tta() if mk is vision else 0, r.tta() if mk is vision else 0)
+    if mk is vision: close(l.tta(), r.tta())
     c = pickle.loads(pickle.dumps(l)); close(c.get_preds(), r.get_preds())
 import pickle
 class Boom(Callback):
@@ -428,7 +430,7 @@ for mk,item in ((vision, PILImageBW.create(get_x(150))), (tab, df.iloc[3])):
         with l.no_logging(): l.xla_fit(2, cbs=Boom())
     except ValueError: pass
     else: assert False
-    l.load_state_dict if False else [p.data.copy_(q) for p,q in zip(l.model.parameters(), w)]
+    for p,q in zip(l.model.parameters(), w): p.data.copy_(q)   # it is as of the end of epoch 0
     usable(l, r, item)
     for o in (l, r): o.opt = None; o.dls.train.rng.setstate(state); 
     with l.no_logging(), r.no_logging(): l.fit(1); r.fit(1)   # on the CPU
