@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['xla_callbacks', 'XLASync', 'XLAFlush', 'XLAOptCallback', 'as_data', 'XLALoss', 'XLAMetrics', 'XLAMixedPrecision',
-           'XLAGradientAccumulation', 'XLAProgress', 'XLATerminateOnNaN', 'XLACutMix', 'rand_box', 'xla_form',
-           'own_form', 'look_at_data', 'OnXLA', 'enter_xla']
+           'XLAGradientAccumulation', 'XLAProgress', 'XLATerminateOnNaN', 'XLAChannelsLast', 'XLACutMix', 'rand_box',
+           'xla_form', 'own_form', 'look_at_data', 'OnXLA', 'enter_xla']
 
 # %% ../nbs/06_callback.ipynb #19ab7612
 import time, types
@@ -21,6 +21,7 @@ from fastcore.foundation import L
 from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
 from fastai.callback.fp16 import AMPMode, MixedPrecision
+from fastai.callback.hook import HookCallback
 from fastai.callback.mixup import CutMix
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import TerminateOnNaNCallback
@@ -31,10 +32,10 @@ from fastai.losses import BaseLoss
 from fastai.torch_core import apply, find_bs, to_detach, to_float, unsqueeze
 
 from .core import (all_reduce, broadcast_model, is_master, is_sharded, local_cores, move_module, ordinal, require_no_spmd, sync, to_host, world_size, xla_autograd, xla_device)
-from .data import DeviceDL, Shares, share_out
+from .data import DeviceDL, Shares, same_draws, share_out
 from .layers import SyncBatchNorm, average_bn, batch_norms, from_static, to_static
-from .metrics import (adds_up, join_batch, mean_over_cores, on_device, per_sample, read_totals, reduce_metrics, sample_losses, sum_over_cores, target_weights, to_device_form,
-                                           to_own_form, weighs_targets)
+from .metrics import (adds_up, join_batch, on_device, per_sample, read_totals, reduce_metrics, sample_losses, sum_over_cores, target_weights, to_device_form, to_own_form,
+                                           weighs_targets)
 from .optimizer import keep_defaults, move_opt, opt_form, opt_ready, own_opt_form, reduce_gradients
 
 # %% ../nbs/06_callback.ipynb #db1616ac
@@ -42,7 +43,9 @@ class XLASync(Callback):
     "Cut the graph once per batch, after the step and before anything reads a value; what is read then has no padding"
     order = -9.5
     def after_batch(self):
-        metrics = getattr(self.learn, 'xla_metrics', None)
+        metrics,loss = getattr(self.learn, 'xla_metrics', None),getattr(self.learn, 'loss', None)
+        # what reads the loss, and may decide by it, finds that of all cores
+        if self.training and isinstance(loss, Tensor) and not loss.ndim: self.learn.loss = all_reduce(loss.detach(), scale=1/world_size())
         if metrics is not None: metrics.record()
         sync()
         if metrics is not None: metrics.settle()
@@ -53,7 +56,19 @@ class XLAFlush(Callback):
     order = 1000
     def _flush(self):
         if world_size() > 1: sync()
-    before_fit = before_epoch = before_train = before_validate = after_batch = after_train = after_validate = after_epoch = _flush
+    before_epoch = before_validate = after_batch = after_train = after_validate = after_epoch = _flush
+    def before_fit(self):
+        # hooks that read a value in the middle of a forward pass (`ActivationStats`) must not find a reduction pending
+        if any(isinstance(m, SyncBatchNorm) and m.across for m in self.learn.model.modules()):
+            self.cuts = [m.register_forward_hook(partial(self._cut, cb), prepend=True) for cb in self.learn.cbs if isinstance(cb, HookCallback) for m in L(cb.modules)]
+        self._flush()
+    def _cut(self, cb, *_):
+        if 'hooks' in vars(cb) and not all(h.removed for h in cb.hooks): self._flush()
+    def after_fit(self):
+        for h in vars(self).pop('cuts', []): h.remove()
+    def before_train(self):
+        self._flush()
+        if self.learn.xla_seed is None: same_draws(self.learn.dl, self.learn.xla_device)
 
 # %% ../nbs/06_callback.ipynb #d2b57767
 class XLAOptCallback(Callback):
@@ -147,14 +162,14 @@ class XLAMetrics(Callback):
     def _rec(self): return getattr(self.learn, 'recorder', None)
 
     def before_fit(self):
-        self.n_losses = self.n_read = 0
+        self.n_read = 0
         for m in self._all(): to_device_form(m, self.learn.loss_func)
         # without a validation set there are no columns for one; it is put back by `after_fit`
         self.no_valid = self._rec is not None and self._rec.valid_metrics and len(self.learn.dls.loaders) < 2
         if self.no_valid: self._rec.valid_metrics = False
     def after_fit(self):
         if self.no_valid: self._rec.valid_metrics,self.no_valid = True,False
-        self._average()   # of an epoch that was cut short
+        self.read()   # of an epoch that was cut short
         for m in self._all(): to_own_form(m)
 
     def _all(self):
@@ -167,12 +182,12 @@ class XLAMetrics(Callback):
     def read(self):
         "Bring the losses so far to the host, in one transfer. Returns the last one, None before the first"
         rec = self._rec
-        n = len(rec.losses) - self.n_read
+        n = 0 if rec is None else len(rec.losses) - self.n_read
         if n:
             rec.losses[self.n_read:] = list(rec.smooth_loss.last(n))
             self.n_read += n
             self.learn.smooth_loss = rec.losses[-1]
-        return float(rec.losses[-1]) if rec.losses else None
+        return float(rec.losses[-1]) if rec is not None and rec.losses else None
 
     def record(self):
         "Before the graph is cut: add up on the device what can be"
@@ -191,7 +206,7 @@ class XLAMetrics(Callback):
         rec,lf = self._rec,self.learn.loss_func
         counts = rec is not None and rec.valid_metrics
         self.on_host = counts and not all(adds_up(m, lf) for m in self.learn.metrics)
-        self.joins = world_size() > 1 and counts and (self.on_host or not adds_up(rec.loss, lf))
+        self.joins = world_size() > 1 and not self.learn.xla_alone and counts and (self.on_host or not adds_up(rec.loss, lf))
 
     def _join(self, b):
         self.learn.dl.gathered = True
@@ -250,25 +265,13 @@ class XLAMetrics(Callback):
 
     def after_train(self):
         average_bn(self.learn.model)
-        self._average()
-        sync()
-
-    def _average(self):
-        "Losses to the host, and their mean over the cores"
-        rec = self._rec
-        if rec is None or not len(rec.losses) > self.n_losses: return
         self.read()
-        if world_size() > 1:
-            *losses,val = mean_over_cores([*rec.losses[self.n_losses:], rec.smooth_loss.val])
-            rec.smooth_loss.set_val(val)
-            rec.losses[self.n_losses:] = list(map(torch.tensor, losses))
-            self.learn.smooth_loss = rec.losses[-1]
-        self.n_losses = len(rec.losses)
+        sync()
 
     def after_validate(self):
         if self._rec is None or not self._rec.valid_metrics: return
         read_totals(L(self._rec.loss) + self.learn.metrics)
-        if not self.joins: reduce_metrics(L(self._rec.loss) + self.learn.metrics)
+        if not self.joins and not self.learn.xla_alone: reduce_metrics(L(self._rec.loss) + self.learn.metrics)
 
 # %% ../nbs/06_callback.ipynb #914b8b82
 class XLAMixedPrecision(MixedPrecision):
@@ -319,6 +322,11 @@ class XLATerminateOnNaN(TerminateOnNaNCallback):
     def after_batch(self):
         if not np.isfinite(sum_over_cores([self.learn.loss.detach().mean()])[0]): raise CancelFitException()
 
+class XLAChannelsLast(ChannelsLast):
+    "XLA chooses memory formats itself"
+    name = 'channels_last'
+    def before_fit(self): pass
+
 class XLACutMix(CutMix):
     "The patch is a mask and its box is drawn on the host: one program, whatever its size"
     name = 'cut_mix'
@@ -353,14 +361,15 @@ def _n_global(learn):
     return find_bs(learn.yb) if share is None else share.n_global(learn.dl.step)
 
 # %% ../nbs/06_callback.ipynb #86266c87
-_xla_forms = {MixedPrecision: XLAMixedPrecision, GradientAccumulation: XLAGradientAccumulation, TerminateOnNaNCallback: XLATerminateOnNaN, CutMix: XLACutMix, ProgressCallback: XLAProgress}
+_xla_forms = {MixedPrecision: XLAMixedPrecision, GradientAccumulation: XLAGradientAccumulation, TerminateOnNaNCallback: XLATerminateOnNaN, CutMix: XLACutMix, ChannelsLast: XLAChannelsLast,
+              ProgressCallback: XLAProgress}
 
 def xla_form(
     cb:Callback # Any callback
 )->Callback:
     "`cb` in the form that works on XLA, the same object"
-    if type(cb) is MixedPrecision and cb.amp_mode == AMPMode.FP16: print('float16 needs CUDA: bfloat16 is used instead')
-    if type(cb) is ChannelsLast: print('ChannelsLast does nothing on XLA, which chooses memory formats itself'); cb.run = False
+    if type(cb) is MixedPrecision and cb.amp_mode == AMPMode.FP16 and is_master(): print('float16 needs CUDA: bfloat16 is used instead')
+    if type(cb) is ChannelsLast and is_master(): print('ChannelsLast does nothing on XLA, which chooses memory formats itself')
     if type(cb) in _xla_forms: cb.__class__ = _xla_forms[type(cb)]
     return cb
 
@@ -454,6 +463,7 @@ class OnXLA:
     xla_random = None             # random numbers of the loader: the process's
     xla_mesh = None               # in SPMD: how batches are split
     xla_saves,xla_folder = 0,None # files written so far, and where other cores learn of it
+    xla_alone = False             # whether this core reads a loader for itself
 
     def add_cb(self, cb): return super().add_cb(xla_form(cb() if isinstance(cb, type) else cb))
     def remove_cb(self, cb):
@@ -503,9 +513,21 @@ class OnXLA:
         if isinstance(dl, DeviceDL) or (world_size() == 1 and not isinstance(dl, DataLoader)):
             yield dl   # a list of batches, as `predict` and `show_results` use it, or a loader that fastai doesn't look into
             return
-        share = share_out(dl, ordinal(), world_size(), self.xla_seed, pad=not self.training or self._can_mask(), n_local=local_cores(), draws=self.xla_draws)
+        rank,n = (0, 1) if self.xla_alone else (ordinal(), world_size())
+        share = share_out(dl, rank, n, self.xla_seed, pad=not self.training or self._can_mask(), n_local=local_cores(), draws=self.xla_draws)
         share.set_epoch(getattr(self, 'epoch', 0))
         with DeviceDL(share, self.xla_device, random=self.xla_random, sharding=self.xla_mesh) as d: yield d
+
+    def get_preds(self, *args, **kwargs):
+        "All of them, on this core: callbacks ask for them on all cores or on one"
+        if world_size() == 1: return super().get_preds(*args, **kwargs)
+        # in the middle of a validation, whose metrics go on afterwards
+        alone,state = self.xla_alone,dict(vars(self.xla_metrics))
+        self.xla_alone = True
+        try: return super().get_preds(*args, **kwargs)
+        finally:
+            self.xla_alone = alone
+            vars(self.xla_metrics).update(state)
 
     @contextmanager
     def _plain_learner(self):
@@ -553,6 +575,18 @@ class OnXLA:
             if time.monotonic() > end: raise TimeoutError(f'core {ordinal()} waited {seconds} s for the master core to save {file}')
             time.sleep(.01)
 
+    def _save_encoder(self, file):
+        if not is_master(): return
+        model,encoder = self.model,self.model[0]
+        self.model = [_State(OrderedDict(_to_cpu(getattr(encoder, 'module', encoder).state_dict())))]
+        try: super().save_encoder(file)
+        finally: self.model = model
+
+    def _load_encoder(self, file, device=None):
+        super().load_encoder(file, device='cpu')   # copied into the parameters, where they are
+        sync()
+        return self
+
     def export(self, *args, **kwargs):
         if not is_master(): return
         kwargs.setdefault('pickle_module', _host_pickle)
@@ -561,11 +595,13 @@ class OnXLA:
 
     def __reduce_ex__(self, protocol): return _new_on_xla, (type(self).plain_class, type(self).mixin), self.__getstate__()
 
-_settings = 'xla_device xla_data xla_old_devices xla_seed xla_draws xla_random xla_saves xla_folder'.split()
+_settings = 'xla_device xla_data xla_old_devices xla_seed xla_draws xla_random xla_saves xla_folder xla_alone'.split()
 _classes = {}
 def _on_xla_class(cls, mixin=OnXLA):
     "`cls` with `OnXLA`, or a class made from it, in front"
-    if (cls,mixin) not in _classes: _classes[cls,mixin] = type(cls.__name__, (mixin, cls), dict(plain_class=cls, mixin=mixin, __doc__=cls.__doc__))
+    if (cls,mixin) not in _classes:
+        text = dict(save_encoder=mixin._save_encoder, load_encoder=mixin._load_encoder) if hasattr(cls, 'save_encoder') else {}
+        _classes[cls,mixin] = type(cls.__name__, (mixin, cls), dict(plain_class=cls, mixin=mixin, __doc__=cls.__doc__, **text))
     return _classes[cls,mixin]
 def _new_on_xla(cls, mixin=OnXLA): return object.__new__(_on_xla_class(cls, mixin))
 

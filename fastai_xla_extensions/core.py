@@ -266,6 +266,8 @@ def start_spmd(
         if runtime_started() or C._xla_get_spmd_config_is_locked():
             raise RuntimeError(f"`{by}` needs SPMD mode, but this process already holds the XLA device in one-core mode (taken by {_state.get('started_by', 'a call to torch_xla')}),"
                                f" and the two can't follow each other. Restart the kernel (or the script) and call `{by}` before `to_xla` or a tensor on 'xla'.")
+        # torch_xla's own level lets XLA warn at each compilation that GSPMD will give way to Shardy
+        if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '1': os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
         xr.use_spmd()
     if not runtime_started(): _state['started_by'] = by
     _state['spmd'] = True

@@ -23,7 +23,7 @@ from fastai.imports import noop
 from fastai.learner import Learner, Recorder
 
 from .data import share_out
-from .learner import _check_call, _core_cbs, _on_all_cores, _split_options, all_cores_options, describe, pack_data, unpack_data
+from .learner import _check_call, _core_cbs, _on_all_cores, _split_options, _travelling, all_cores_options, describe, for_master, pack_data, unpack_data
 from .metrics import sum_over_cores
 
 # %% ../nbs/09_inference.ipynb #11f6e3e3
@@ -72,7 +72,13 @@ def _predict(core, learn, args, kwargs, draws, opts):
         if gather.with_loss:
             with learn.loss_not_reduced(): learn._do_epoch_validate(dl=dl)
         else: learn._do_epoch_validate(dl=dl)
-        return {o: vars(gather)[o] for o in ('inputs', 'preds', 'targets', 'losses') if o in vars(gather)}
+    return _gathered(gather),[pack_data(cb) for cb in _of_call(kwargs.get('cbs'), opts)] if core.is_master else None
+
+def _gathered(cb): return {o: vars(cb)[o] for o in ('inputs', 'preds', 'targets', 'losses') if o in vars(cb)}
+
+def _of_call(cbs, opts):
+    "The callbacks of the call, whose results the caller's objects get"
+    return [cb for cb in L(cbs) + L(opts['master_cbs']) if not isinstance(cb, type)]
 
 def _save_parts(t, folder, bs):
     "Files as `get_preds(save_preds=...)` writes them, one for each batch"
@@ -83,7 +89,8 @@ def _preds_loop(shadow, learn, opts, cbs, dl):
     cb = next(o for o in shadow.cbs if isinstance(o, GatherPredsCallback))
     gather = {k: getattr(cb, k) for k in 'with_input with_loss with_preds with_targs concat_dim'.split()}
     if learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
-    res = _on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather})
+    res,packed = zip(*_on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather}))
+    for o,d in zip(_of_call(cbs, opts), packed[0]): unpack_data(o, d)
     places = _places(dl, opts['n'])
     for o in res[0]: setattr(cb, o, _merge([r[o] for r in res], places))
     if cb.save_preds is not None: _save_parts(cb.preds, cb.save_preds, dl.bs if hasattr(dl, 'bs') else dl.batch_size)
@@ -128,9 +135,14 @@ def xla_tta(self:Learner,
 # %% ../nbs/09_inference.ipynb #70e827d7
 def _validate(core, learn, args, kwargs, draws, opts):
     "Validate this core's share; the master returns what all cores have found together"
-    cbs = _core_cbs(core, kwargs.pop('cbs', None), opts['master_cbs'])
+    call = kwargs.pop('cbs', None)
+    cbs = _core_cbs(core, call, opts['master_cbs'])
+    back = _travelling(learn, cbs)
     record = learn.validate(*args, cbs=cbs, **kwargs)
-    if core.is_master: return record,pack_data(learn.recorder) if hasattr(learn, 'recorder') else None,[pack_data(m) for m in learn.metrics]
+    gathered = [_gathered(cb) for cb in _gatherers(call)],learn.xla_metrics.joins
+    return gathered,(record,[pack_data(cb) for cb in back],[pack_data(m) for m in learn.metrics]) if core.is_master else None
+
+def _gatherers(cbs): return [cb for cb in L(cbs) if isinstance(cb, GatherPredsCallback) and not for_master(cb)]
 
 @patch
 @delegates(all_cores_options)
@@ -145,9 +157,13 @@ def xla_validate(self:Learner,
     options = _split_options(kwargs)
     opts = _check_call(self, 'validate', (ds_idx, dl, cbs), kwargs, **options)
     if self.logger is not noop: print(describe(self, opts['n'], self.dls[ds_idx] if dl is None else dl), flush=True)
-    record,rec,metrics = _on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts)[0]
-    if rec is not None: unpack_data(self.recorder, rec); self.final_record = record
-    for m,d in zip(self.metrics, metrics): unpack_data(m, d)
+    gathered,((record,packed,metrics),*_) = zip(*_on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts))
+    for o,d in zip([*_travelling(self, L(cbs) + L(opts['master_cbs'])), *self.metrics], [*packed, *metrics]): unpack_data(o, d)
+    if hasattr(self, 'recorder'): self.final_record = record
+    places = _places(self.dls[ds_idx] if dl is None else dl, opts['n'])
+    for i,cb in enumerate(_gatherers(cbs)):
+        for k,v in gathered[0][0][i].items():   # where the metrics need the batches of all cores together, each core has all but the inputs
+            setattr(cb, k, v if gathered[0][1] and k != 'inputs' else _merge([r[i][k] for r,_ in gathered], places))
     return record
 
 # %% ../nbs/09_inference.ipynb #e9b3a650

@@ -63,7 +63,7 @@ def unpack_data(
 class SendEvents(Callback):
     "On the master core: tell the caller how far training is, a few times a second, and what the learner is at the end of each epoch"
     order = 100
-    def __init__(self, core, cbs=None, draws=None, every=.3): self.core,self.call_cbs,self.draws,self.every = core,cbs,draws,every
+    def __init__(self, core, back=None, draws=None, every=.3): self.core,self.back,self.draws,self.every = core,back,draws,every
     def before_fit(self): self.core.send('before_fit', self.learn.n_epoch, list(self.learn.recorder.metric_names))
     def before_epoch(self): self.core.send('before_epoch', self.learn.epoch)
     def before_train(self): self._start('before_train')
@@ -75,7 +75,7 @@ class SendEvents(Callback):
         self.core.send('after_batch', self.learn.iter, self.learn.xla_metrics.read())
     def after_train(self): self.core.send('after_train', self.learn.train_iter)
     def after_validate(self): self.core.send('after_validate')
-    def after_epoch(self): self.core.send('after_epoch', pack_learner(self.learn, self.call_cbs), self.draws)
+    def after_epoch(self): self.core.send('after_epoch', pack_learner(self.learn, self.back), self.draws)
     def after_fit(self): self.core.send('after_fit')
 
 # %% ../nbs/08_learner.ipynb #89412563
@@ -90,13 +90,13 @@ def _travelling(learn, cbs):
 
 def pack_learner(
     learn:Learner, # On the CPU or on XLA
-    cbs=None       # Callbacks of the call
+    back=None      # Callbacks whose results go back; default: those that the learner has now
 )->dict:
     "What `unpack_learner` needs to bring the caller's learner to the state of `learn`"
     return dict(
         model=to_cpu(learn.model.state_dict()), training=learn.model.training, requires_grad=[p.requires_grad for p in learn.model.parameters()],
         opt=pack_opt(learn.opt), attrs={k: to_cpu(v) for k,v in vars(learn).items() if k in _counters},
-        cbs=[pack_data(cb) for cb in _travelling(learn, cbs)], metrics=[pack_data(m) for m in learn.metrics],
+        cbs=[pack_data(cb) for cb in (_travelling(learn, None) if back is None else back)], metrics=[pack_data(m) for m in learn.metrics],
         rngs=[dl.rng.getstate() if hasattr(dl, 'rng') else None for dl in learn.dls.loaders])
 
 def unpack_learner(
@@ -181,9 +181,10 @@ def _on_own_learner(core, fn, learn, args, kwargs, draws, opts, in_turn):
 def _train(core, learn, args, kwargs, draws, opts):
     "Train on this core; the master returns what the caller needs"
     cbs = _core_cbs(core, kwargs.get('cbs'), opts['master_cbs'])
-    if core.is_master: learn.add_cb(SendEvents(core, cbs, draws))
+    back = _travelling(learn, cbs)   # those that the caller has, too: others may be added while training
+    if core.is_master: learn.add_cb(SendEvents(core, back, draws))
     getattr(learn, opts['verb'])(*args, **{**kwargs, 'cbs': cbs})
-    if core.is_master: return pack_learner(learn, cbs),draws
+    if core.is_master: return pack_learner(learn, back),draws
 
 # %% ../nbs/08_learner.ipynb #a91dadd1
 def describe(

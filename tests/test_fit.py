@@ -488,7 +488,7 @@ def test_steady_batches():
     together = threading.Barrier(4)   # cores are threads here, and the counters those of the process
     class Counts(Callback):
         "Compilations, executions and transfers after each batch"
-        order = 100
+        order = 1001   # after the cores have agreed on the order of an epoch
         def __init__(self, cores): self.cores,self.rows = cores,[]
         def _count(self):
             if self.cores > 1: together.wait()
