@@ -193,9 +193,10 @@ class XLAMetrics(Callback):
         "Before the graph is cut: add up on the device what can be"
         if self._rec is None or not len(self.learn.yb): return
         if self.training: self._rec.smooth_loss.record(self.learn)
-        elif self._rec.valid_metrics and not self.joins and (_share(self.learn) is None or self._full()):
+        elif self._rec.valid_metrics and not self.joins:
+            counts = _share(self.learn) is None or self._full()
             for m in L(self._rec.loss) + self.learn.metrics:
-                if on_device(m): m.record(self.learn)
+                if on_device(m): m.record(self.learn, counts)
 
     def _full(self):
         "Whether no core has padding in the batch at hand"
@@ -262,6 +263,7 @@ class XLAMetrics(Callback):
         rec,short = self._rec,self._count() < self._rows()
         if (rec is not None and rec.train_metrics and len(self.learn.metrics) > 0) if self.training else (self.on_host or short):
             self.learn.pred,self.learn.yb = apply(lambda t: to_host(t) if isinstance(t, Tensor) else t, (self.learn.pred, self.learn.yb))
+            if short and not self.training and isinstance(self.learn.loss, Tensor): self.learn.loss = to_host(self.learn.loss)
 
     def after_train(self):
         average_bn(self.learn.model)
@@ -478,11 +480,11 @@ class OnXLA:
         if ('mask', rows, n) not in self.xla_data: self.xla_data['mask', rows, n] = self._upload((torch.arange(rows) < n).float())
         return self.xla_data['mask', rows, n]
 
-    def _number(self, x):
-        "`x` as data (`as_data`), uploaded once"
-        x = float(x)
-        if x not in self.xla_data: self.xla_data[x] = torch.tensor([x]).to(self.xla_device)
-        return self.xla_data[x].squeeze(0)
+    def _number(self, x, use='count'):
+        "`x` as data (`as_data`), uploaded once for each use: where two uses sometimes shared a tensor, the program would be another one"
+        k = use,float(x)
+        if k not in self.xla_data: self.xla_data[k] = torch.tensor(k[1:]).to(self.xla_device)
+        return self.xla_data[k].squeeze(0)
 
     def _upload(self, t): return t.to(self.xla_device)
 

@@ -134,13 +134,13 @@ class _OnDevice:
     def reset(self): super().reset(); vars(self).pop('_on', None)
     def _batch(self, learn): return learn.loss.mean() if isinstance(self, AvgLoss) else self.func(learn.pred, *learn.yb)
 
-    def record(self, learn):
-        "Add up the batch; to be called before the graph is cut"
+    def record(self, learn, counts=True):
+        "Add up the batch; to be called before the graph is cut. A batch that doesn't count has the same program"
         if '_on' not in vars(self): self._new(learn.xla_device)
-        n,on = find_bs(learn.yb),self._on
-        on.total = on.total + plain(self._batch(learn).detach()).float()*n
+        n,on = find_bs(learn.yb) if counts else 0,self._on
+        on.total = on.total + plain(self._batch(learn).detach()).float()*learn._number(n, 'weight')
         self.count += n
-        on.recorded = True
+        on.recorded = counts
 
     def accumulate(self, learn):
         on = vars(self).get('_on')
