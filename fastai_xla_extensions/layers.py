@@ -195,15 +195,24 @@ class _BatchFirstAttention:
             res = m if res is None else res + m
         return res
 
+class _WholeLinear:
+    "In front of `nn.Linear`: inputs of more than two dimensions keep them, since joining the batch with another dimension in front of it can't be split"
+    def forward(self, x):
+        if x.dim() < 3 or x.device.type != 'xla': return super().forward(x)
+        from torch_xla.distributed.spmd.xla_sharding import XLAPatchedLinear
+        return XLAPatchedLinear.apply(x, self.weight, self.bias)
+
+_split_forms = {nn.MultiheadAttention: _BatchFirstAttention, nn.Linear: _WholeLinear, nn.modules.linear.NonDynamicallyQuantizableLinear: _WholeLinear}
 _split_classes = {}
 def to_partitioned(
     m:nn.Module # Changed in place
 )->nn.Module:
     "Give the layers of `m` that XLA's partitioner can't split a form that it can; same parameters, same values"
     for o in m.modules():
-        if type(o) is nn.MultiheadAttention:
-            if type(o) not in _split_classes: _split_classes[type(o)] = type('MultiheadAttention', (_BatchFirstAttention, nn.MultiheadAttention), {})
-            o.__class__ = _split_classes[type(o)]
+        cls = type(o)
+        if cls not in _split_forms: continue
+        if cls not in _split_classes: _split_classes[cls] = type(cls.__name__, (_split_forms[cls], cls), dict(plain_class=cls))
+        o.__class__ = _split_classes[cls]
     return m
 
 def from_partitioned(
@@ -211,5 +220,5 @@ def from_partitioned(
 )->nn.Module:
     "Undo `to_partitioned`"
     for o in m.modules():
-        if isinstance(o, _BatchFirstAttention): o.__class__ = nn.MultiheadAttention
+        if isinstance(o, (_BatchFirstAttention, _WholeLinear)): o.__class__ = type(o).plain_class
     return m

@@ -179,15 +179,18 @@ class _Join(torch.autograd.Function):
     "A split parameter, whole on each core; its gradient is split as the parameter is"
     @staticmethod
     def forward(ctx, p, whole, own):
-        ctx.own = own
-        o = p.clone()
-        require_xla()._XLAC._xla_annotate_custom_sharding(o, whole)
-        return o
+        ctx.specs = whole,own
+        return _annotated(p, whole)
     @staticmethod
     def backward(ctx, g):
-        g = g.clone()
-        require_xla()._XLAC._xla_annotate_custom_sharding(g, ctx.own)
+        # summed over the batch first: asked for a part of it right away, the partitioner splits the activations the parameter's way
+        for spec in ctx.specs: g = _annotated(g, spec)
         return g,None,None
+
+def _annotated(t, spec):
+    t = t.clone()
+    require_xla()._XLAC._xla_annotate_custom_sharding(t, spec)
+    return t
 
 class Split:
     "What a model does in SPMD mode, until `undo`"
