@@ -451,7 +451,7 @@ def mk(bs): l = vision(bs); l.__class__ = Counting; return l
 for kw in (dict(), dict(every_epoch=True), dict(at_end=True, with_opt=True), dict(monitor='accuracy')):
     logs = []
     for o,v in ((mk(4), 'xla_fit'), (mk(16), 'fit')):
-        with o.no_logging(): getattr(o, v)(3, cbs=[ParamScheduler({'lr': lambda p: .1 if p < .6 else 20.}), SaveModelCallback(fname='m', **kw)])
+        with o.no_logging(): getattr(o, v)(3, cbs=[ParamScheduler({'lr': lambda p: .1 if p < .6 else 4.}), SaveModelCallback(fname='m', **kw)])
         logs.append((Path('log').read_text(), o)); Path('log').unlink()
     (a,l),(b,r) = logs
     test_eq(a, b); equal(l, r, 1e-4)
