@@ -386,6 +386,7 @@ def usable(l, r, item):
         test_eq(shown(a.plot_confusion_matrix), shown(b.plot_confusion_matrix))
     close(Interpretation.from_learner(l).losses, Interpretation.from_learner(r).losses)
     test_eq(shown(lambda: l.show_results(max_n=4, shuffle=False)), shown(lambda: r.show_results(max_n=4, shuffle=False)))
+    shown(l.recorder.plot_loss)
     close([o for o in l.predict(item)[1:]], [o for o in r.predict(item)[1:]])
     names = 'l.pkl','r.pkl'
     for o,f in zip((l, r), names): o.export(f)
@@ -400,7 +401,8 @@ class Boom(Callback):
 for mk,item in ((vision, PILImageBW.create(get_x(150))), (tab, df.iloc[3])):
     l,r = mk(4),mk(16)
     def both_(verb, *args, **kwargs):
-        with l.no_logging(), r.no_logging(): getattr(l, 'xla_'+verb)(*args, **kwargs); getattr(r, verb)(*args, **kwargs)
+        with l.no_logging(), r.no_logging():
+            for o,v in ((l, 'xla_'+verb), (r, verb)): set_seed(3); getattr(o, v)(*args, **kwargs)   # tabular loaders draw with numpy
     dls,cbs = l.dls,list(l.cbs)
     state = l.dls.train.rng.getstate()
     both_('lr_find', num_it=10, show_plot=False); 
@@ -433,13 +435,36 @@ for mk,item in ((vision, PILImageBW.create(get_x(150))), (tab, df.iloc[3])):
     for p,q in zip(l.model.parameters(), w): p.data.copy_(q)   # it is as of the end of epoch 0
     usable(l, r, item)
     for o in (l, r): o.opt = None; o.dls.train.rng.setstate(state); 
-    with l.no_logging(), r.no_logging(): l.fit(1); r.fit(1)   # on the CPU
+    for o in (l, r):   # on the CPU
+        with o.no_logging(): set_seed(3); o.fit(1)
     assert rel(l, r) < 1e-5
 ''')
 
-def test_lr_suggestions():
-    "All four suggestions of the learning rate finder with the global batch"
+def test_writes_and_rates():
+    "A file per improvement, written once (case 07); each core steps with the same learning rates, fastai's (case 41); the four suggestions of the finder"
     run(IMAGES + '''
+class Counting(Learner):
+    def save(self, file, **kwargs):
+        with open('log', 'a') as f: f.write(f'{ordinal()} {file} ')
+        return super().save(file, **kwargs)
+def mk(bs): l = vision(bs); l.__class__ = Counting; return l
+for kw in (dict(), dict(every_epoch=True), dict(at_end=True, with_opt=True), dict(monitor='accuracy')):
+    logs = []
+    for o,v in ((mk(4), 'xla_fit'), (mk(16), 'fit')):
+        with o.no_logging(): getattr(o, v)(3, cbs=[ParamScheduler({'lr': lambda p: .1 if p < .6 else 4.}), SaveModelCallback(fname='m', **kw)])
+        logs.append((Path('log').read_text(), o)); Path('log').unlink()
+    (a,l),(b,r) = logs
+    test_eq(a, b); equal(l, r, 1e-4)
+    state = torch.load(f"models/m{'_2' if 'every_epoch' in kw else ''}.pth", weights_only=False)
+    test_eq('opt' in state if isinstance(state, dict) else False, 'with_opt' in kw)
+class Rates(Callback):
+    def before_fit(self): self.lrs = []
+    def before_step(self): self.lrs.append(self.learn.opt.hypers[-1]['lr'])
+    def after_fit(self): Path(f'lrs{ordinal()}').write_text(repr(self.lrs))
+l,r,_ = both('fit_one_cycle', 2, .1, mk=vision, cbs=lambda: Rates())
+for i in range(1, 4): test_eq(Path(f'lrs{i}').read_text(), repr(l.rates.lrs if hasattr(l, 'rates') else l.recorder.lrs))
+equal(l, r); test_eq(len(l.recorder.lrs), 10)
+
 funcs = minimum,steep,valley,slide
 l,r,(a,b) = both('lr_find', start_lr=1e-4, num_it=40, show_plot=False, suggest_funcs=funcs, mk=partial(vision, n=300))
 test_eq(a._fields, ('minimum', 'steep', 'valley', 'slide')); test_close([float(o)/float(p) for o,p in zip(a, b)], [1.]*4, 1e-3)

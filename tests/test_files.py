@@ -101,6 +101,7 @@ def run(tmp_path):
     return lambda code: run_code(code, env={'PYTHONPATH': f"{ROOT}:{tmp_path/'lib'}"}, cwd=tmp_path/'cwd')
 
 def test_files_load_without_xla(run):
+    "Exported learners and saved weights are plain: they load where nothing of XLA is installed, and predict the same (case 16)"
     run('''
     from common import *
     from fastai_xla_extensions.all import *
@@ -396,7 +397,7 @@ def test_tensors_outside_the_state(run):
     ''')
 
 def test_writing_on_all_cores(run):
-    "Callbacks that save, on all cores at once or on the master core alone, while the others go on"
+    "Callbacks that save, on all cores at once or on the master core alone, while the others go on (case 07)"
     run('''
     from common import *
     from fastai_xla_extensions.all import *

@@ -116,7 +116,7 @@ def test_equal(opt):
     ''')
 
 def test_call_after_call():
-    "Call after call equals fastai's own, whatever is looked at in between; the runtime never starts here"
+    "Call after call equals fastai's own, whatever is looked at in between; the runtime never starts here (case 06)"
     run('''
     emulate_cores(4)
     # first of all a fit on the CPU, as in every notebook: autograd's threads, once started, don't work with XLA

@@ -39,7 +39,7 @@ print('finished')
 def run(code, n=4, **kw): assert run_code(SETUP.replace('N;', f'{n};', 1) + TOOLS + code + END, timeout=280, **kw).rstrip().endswith('finished')
 
 def test_training_verbs():
-    "Weights, schedules per step and group, history, optimizer: fastai's own with the large batch"
+    "Weights, schedules per step and group, history, optimizer: fastai's own with the large batch (case 41)"
     run('''
 for verb,args,kw in [('fit_one_cycle', (2, slice(1e-3,.1)), dict(pct_start=.4)), ('fit_flat_cos', (2, .1), {}), ('fit_sgdr', (2, 1), dict(lr_max=.1)), ('fine_tune', (1,), dict(base_lr=.05)), ('fit', (1, .05), dict(wd=.1))]:
     l,r,_ = both(verb, *args, **kw)
@@ -49,7 +49,7 @@ for verb,args,kw in [('fit_one_cycle', (2, slice(1e-3,.1)), dict(pct_start=.4)),
 ''')
 
 def test_inference_verbs():
-    "Predictions of any loader, complete and in order; the learner stays as it is"
+    "Predictions of any loader, complete and in order; the learner stays as it is (case 02)"
     run('''
 l = learner(4)
 with l.no_logging(): l.xla_fit(1)
@@ -80,7 +80,7 @@ with l.no_logging(): test_eq(type(l.xla_lr_find(num_it=10, stop_div=False, sugge
 ''')
 
 def test_callbacks():
-    "Decisions are taken from the values of all cores, counts are of all cores, loggers write once"
+    "Decisions are taken from the values of all cores, counts are of all cores, loggers write once (cases 20, 21, 40)"
     run('''
 from fastai.callback.tracker import *
 from fastai.callback.training import *
