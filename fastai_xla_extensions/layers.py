@@ -202,7 +202,28 @@ class _WholeLinear:
         from torch_xla.distributed.spmd.xla_sharding import XLAPatchedLinear
         return XLAPatchedLinear.apply(x, self.weight, self.bias)
 
-_split_forms = {nn.MultiheadAttention: _BatchFirstAttention, nn.Linear: _WholeLinear, nn.modules.linear.NonDynamicallyQuantizableLinear: _WholeLinear}
+def _normalized(x, dims, eps):
+    d = x.float() - x.float().mean(dims, keepdim=True)
+    return d*torch.rsqrt((d*d).mean(dims, keepdim=True) + eps)
+
+class _PlainLayerNorm:
+    "In front of `nn.LayerNorm`: torch_xla's own is a BatchNorm over the joined leading dimensions, which can't be split"
+    def forward(self, x):
+        y = _normalized(x, tuple(range(-len(self.normalized_shape), 0)), self.eps)
+        if self.weight is not None: y = y*self.weight
+        if self.bias is not None: y = y+self.bias
+        return y.to(x.dtype)
+
+class _PlainGroupNorm:
+    "In front of `nn.GroupNorm`, for the same reason"
+    def forward(self, x):
+        y = _normalized(x.view(len(x), self.num_groups, -1), -1, self.eps).view(x.shape)
+        if self.affine:
+            shape = [1,-1]+[1]*(x.dim()-2)
+            y = y*self.weight.view(shape) + self.bias.view(shape)
+        return y.to(x.dtype)
+
+_split_forms = {nn.LayerNorm: _PlainLayerNorm, nn.GroupNorm: _PlainGroupNorm, nn.MultiheadAttention: _BatchFirstAttention, nn.Linear: _WholeLinear, nn.modules.linear.NonDynamicallyQuantizableLinear: _WholeLinear}
 _split_classes = {}
 def to_partitioned(
     m:nn.Module # Changed in place
@@ -210,8 +231,10 @@ def to_partitioned(
     "Give the layers of `m` that XLA's partitioner can't split a form that it can; same parameters, same values"
     for o in m.modules():
         cls = type(o)
-        if cls not in _split_forms: continue
-        if cls not in _split_classes: _split_classes[cls] = type(cls.__name__, (_split_forms[cls], cls), dict(plain_class=cls))
+        # timm has classes of the same names and with the same values
+        form = _split_forms.get(cls) or next((f for c,f in _split_forms.items() if cls.__module__.startswith('timm.') and c in (nn.LayerNorm, nn.GroupNorm) and issubclass(cls, c) and cls.__name__ == c.__name__), None)
+        if form is None: continue
+        if cls not in _split_classes: _split_classes[cls] = type(cls.__name__, (form, cls), dict(plain_class=cls))
         o.__class__ = _split_classes[cls]
     return m
 
@@ -220,5 +243,5 @@ def from_partitioned(
 )->nn.Module:
     "Undo `to_partitioned`"
     for o in m.modules():
-        if isinstance(o, (_BatchFirstAttention, _WholeLinear)): o.__class__ = type(o).plain_class
+        if type(o) in _split_classes.values(): o.__class__ = type(o).plain_class
     return m
