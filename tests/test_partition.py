@@ -10,12 +10,12 @@ PROGRAM = '''
 import os, sys
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
-from fastai.tabular.all import TabularModel, TabularPandas, Categorify, Normalize, TabularLearner
+from fastai.tabular.model import TabularModel
 from fastai_xla_extensions.all import *
 emulate_cores(8)
 BS = 48
 def dls(x, y):
-    ds = list(zip(x, y))
+    ds = list(zip(*x, y) if isinstance(x, tuple) else zip(x, y))
     return DataLoaders(DataLoader(ds[:2*BS], bs=BS), DataLoader(ds[2*BS:], bs=BS), device='cpu')
 class Encoder(nn.Module):
     def __init__(self):
@@ -38,9 +38,7 @@ def make(kind):
         import timm
         x,m = torch.randn(n,3,16,16),timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=20, depth=2, num_heads=2, num_classes=2)
     if kind == 'tabular':
-        df = pd.DataFrame(dict(a=np.random.randint(0, 7, n), b=np.random.randint(0, 5, n), c=np.random.randn(n), d=np.random.randn(n), y=y.numpy()))
-        to = TabularPandas(df, [Categorify, Normalize], ['a','b'], ['c','d'], 'y', y_block=CategoryBlock(), splits=(list(range(2*BS)), list(range(2*BS, n))))
-        return TabularLearner(to.dataloaders(BS, device='cpu'), TabularModel([(8,6), (6,4)], 2, 2, [52,36]), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+        x,m = (torch.stack([torch.randint(7, (n,)), torch.randint(5, (n,))], 1), torch.randn(n,2)),TabularModel([(8,6), (6,4)], 2, 2, [52,36])
     return Learner(dls(x, y), m, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 import fastai_xla_extensions.spmd as spmd
 spmd.small = 32   # elements: these are small models
