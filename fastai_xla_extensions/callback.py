@@ -239,7 +239,8 @@ class XLAMetrics(Callback):
     def after_loss(self):
         if self.training or _share(self.learn) is None or not len(self.learn.yb) or not self._masks(): return
         n,lf,yb = self._count(),self.learn.loss_func,self.learn.yb
-        loss = _masked_mean(lf, sample_losses(lf, self.learn.pred, *yb), yb, self.learn._mask(self._rows(), n), self.learn._number(n))
+        total = n if self.learn.xla_mesh is None else _share(self.learn).n_global(self.learn.dl.step)   # in SPMD the batch is that of all cores
+        loss = _masked_mean(lf, sample_losses(lf, self.learn.pred, *yb), yb, self.learn._mask(self._rows(), n), self.learn._number(total))
         self.learn.loss = loss[0]/loss[1] if isinstance(loss, tuple) else loss
 
     def settle(self):
@@ -510,13 +511,16 @@ class OnXLA:
         "Whether padding in a training batch can be left out of everything that looks at more than one sample"
         return per_sample(self.loss_func) and all(isinstance(m, SyncBatchNorm) for m in batch_norms(self.model))
 
+    def _share_out(self, dl, pad):
+        rank,n = (0, 1) if self.xla_alone else (ordinal(), world_size())
+        return share_out(dl, rank, n, self.xla_seed, pad=pad, n_local=local_cores(), draws=self.xla_draws)
+
     @contextmanager
     def _device_dl(self, dl):
         if isinstance(dl, DeviceDL) or (world_size() == 1 and not isinstance(dl, DataLoader)):
             yield dl   # a list of batches, as `predict` and `show_results` use it, or a loader that fastai doesn't look into
             return
-        rank,n = (0, 1) if self.xla_alone else (ordinal(), world_size())
-        share = share_out(dl, rank, n, self.xla_seed, pad=not self.training or self._can_mask(), n_local=local_cores(), draws=self.xla_draws)
+        share = self._share_out(dl, pad=not self.training or self._can_mask())
         share.set_epoch(getattr(self, 'epoch', 0))
         with DeviceDL(share, self.xla_device, random=self.xla_random, sharding=self.xla_mesh) as d: yield d
 

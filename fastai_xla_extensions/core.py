@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['require_xla', 'runtime_started', 'require_free_runtime', 'emulate_cores', 'emulated_cores', 'on_tpu', 'n_cores',
-           'check_num_cores', 'ordinal', 'world_size', 'is_master', 'cores_in_process', 'local_cores', 'xla_device',
-           'sync', 'enter_core', 'serialize_steps', 'all_reduce', 'all_gather', 'rendezvous', 'broadcast_model',
-           'seed_core', 'peek_rng', 'start_spmd', 'require_no_spmd', 'upload', 'is_spmd', 'is_sharded', 'place_like',
-           'to_host', 'move_module', 'device_type', 'plain', 'xla_autograd']
+           'check_num_cores', 'ordinal', 'world_size', 'is_spmd', 'host', 'is_master', 'cores_in_process',
+           'local_cores', 'xla_device', 'sync', 'enter_core', 'serialize_steps', 'all_reduce', 'all_gather',
+           'rendezvous', 'broadcast_model', 'seed_core', 'peek_rng', 'start_spmd', 'require_no_spmd', 'upload',
+           'is_sharded', 'place_like', 'to_host', 'move_module', 'device_type', 'plain', 'xla_autograd']
 
 # %% ../nbs/00_core.ipynb #da50cc79
 import importlib.metadata, os, random, sys, threading
@@ -145,9 +145,21 @@ def world_size()->int:
     from torch_xla import runtime as xr
     return xr.world_size()
 
+def is_spmd()->bool:
+    "Whether all cores are one device of this process"
+    if not runtime_started(): return False
+    from torch_xla import runtime as xr
+    return xr.is_spmd()
+
+def host()->tuple:
+    "Number of this host's process among those that drive the cores together, and how many there are; (0, 1) unless a TPU has several hosts and is used in SPMD mode"
+    if not is_spmd(): return 0,1
+    from torch_xla import runtime as xr
+    return xr.process_index(),xr.process_count()
+
 def is_master()->bool:
-    "Whether this core is the one that writes files and reports"
-    return ordinal() == 0
+    "Whether this core (in SPMD mode: this host) is the one that writes files and reports"
+    return ordinal() == 0 and host()[0] == 0
 
 def cores_in_process()->int:
     "How many cores share this process, as threads; 1 outside a core"
@@ -290,12 +302,6 @@ def upload(
     "`xs` as tensors without dimensions, in float32: one transfer, and never a constant of the program"
     return list(torch.tensor(xs, dtype=torch.float32).to(device).unbind()) if len(xs) else []
 
-def is_spmd()->bool:
-    "Whether all cores are one device of this process"
-    if not runtime_started(): return False
-    from torch_xla import runtime as xr
-    return xr.is_spmd()
-
 def is_sharded(
     t:torch.Tensor # Any tensor
 )->bool:
@@ -323,6 +329,7 @@ def to_host(
     "`t` on the CPU, without gradient"
     t = t.detach()
     if not is_sharded(t): return t.cpu()
+    if host()[1] > 1: raise RuntimeError(f"A tensor of shape {tuple(t.shape)} is split over the cores of {host()[1]} hosts, so no host can read all of it")
     C = require_xla()._XLAC
     C._xla_wait_device_ops(['SPMD:0'])   # its values may be on their way
     parts,places = C._get_local_shards([t])[0],C._get_local_shard_replica_and_indices([t])[0]
