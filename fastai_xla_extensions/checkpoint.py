@@ -8,6 +8,7 @@ __all__ = ['Saving', 'SaveShardsCallback']
 # %% ../nbs/11_checkpoint.ipynb #72b6c018
 import pickle, shutil, threading, warnings
 from collections import defaultdict
+from contextlib import contextmanager
 from concurrent.futures import Future
 from datetime import datetime
 from math import prod
@@ -76,12 +77,14 @@ def _save_planner():
             plan,seen = super().create_local_plan(),set()
             plan.items[:] = [o for o in plan.items if _is_new(seen, o.index)]
             return plan
+        at = None
         def lookup_object(self, index):
-            res = super().lookup_object(index)
-            parts = self._local_shards.get(index.fqn, [])   # the copies need not stay until the end
-            for i,o in enumerate(parts):
-                if o is not None and index.offset == torch.Size(s.start for s in o.indices): parts[i] = None
-            return res
+            if index.fqn in self.unsharded_state_dict: return self.unsharded_state_dict[index.fqn]
+            if self.at != index.fqn:   # one tensor at a time comes to the host
+                t,self.at = self.sharded_state_dict[index.fqn],index.fqn
+                self.parts = t.shards if hasattr(t, 'shards') else t.local_shards
+            part = self.parts[index.index]
+            return part.data[tuple(slice(0, o.stop-o.start) for o in part.indices)]   # parts are padded to one size
     return SavePlanner()
 
 def _on_host(t):
@@ -92,6 +95,13 @@ def _on_host(t):
     C,t,seen = require_xla()._XLAC,t.detach(),set()
     parts = zip(C._get_local_shards([t])[0], C._get_local_shard_replica_and_indices([t])[0])
     return _CpuShards([XLAShard(data, idx, dev, i) for (data,dev),(i,idx) in parts if _is_new(seen, str(idx))], t.shape)
+
+@contextmanager
+def _quiet():
+    "Without what torch and torch_xla warn each other of"
+    with warnings.catch_warnings():
+        for o in ('TypedStorage is deprecated', 'Using a non-tuple sequence'): warnings.filterwarnings('ignore', o)
+        yield
 
 def _write(folder, state):
     # what `torch.distributed.checkpoint.save` does in one process, without its warning that it is one
@@ -249,7 +259,8 @@ def save_sharded(self:Learner,
     if not wait: tensors = {k: _on_host(t) for k,t in tensors.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
     write = lambda: _save(folder, tensors, info, shapes, step, keep)
-    return write() if wait else _in_background(root, write)
+    if not wait: return _in_background(root, write)
+    with _quiet(): return write()
 
 # %% ../nbs/11_checkpoint.ipynb #4630f4b4
 def _check_fit(folder, md, tensors, prefix):
@@ -312,7 +323,7 @@ def load_sharded(self:Learner,
         tensors.update(_prime_opt(self, info['opt'], md))
     on_xla = any(t.device.type == 'xla' for t in tensors.values())
     if on_xla: sync()
-    _read(folder, md, tensors, spmd=_in_spmd(self))
+    with _quiet(): _read(folder, md, tensors, spmd=_in_spmd(self))
     if on_xla: sync()
     return self
 
