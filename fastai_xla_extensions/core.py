@@ -318,9 +318,10 @@ def place_like(
     if device.type == 'cpu': return to_host(t)
     if t.device == device: return t
     t = t.to(device)
-    if like is not None and t.shape == like.shape and is_sharded(like):
+    if like is not None and t.shape == like.shape and is_spmd():
         C = require_xla()._XLAC
-        C._xla_mark_sharding(t, C._get_xla_op_sharding(like))
+        how = C._get_xla_op_sharding(like)
+        if how is not None: C._xla_mark_sharding(t, how)   # also where that is whole on each core: without a mark it would be another program
     return t
 
 def to_host(
