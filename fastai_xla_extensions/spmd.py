@@ -108,19 +108,18 @@ class Mesh:
         self.xs,self.shape,self.axes = xs,shape,axes
         self.mesh = xs.Mesh(np.arange(int(np.prod(shape))), shape, axes) if xs_mesh is None else xs_mesh
         self.batch = tuple(a for a in axes if a not in model_axes)
-        self._specs = {}
 
     def op(self, spec): return self.mesh.get_op_sharding(spec)
     def mark(self, t, spec): self.xs.mark_sharding(t, self.mesh, spec)
 
-    def batch_spec(self, ndim):
-        if ndim not in self._specs: self._specs[ndim] = self.xs.ShardingSpec(self.mesh, (self.batch,)+(None,)*(ndim-1))
-        return self._specs[ndim]
+    def batch_spec(self, ndim): return (self.batch,)+(None,)*(ndim-1)
 
     minibatch = False   # of `input_sharding`: each host feeds the whole batch
     def xla_spec(self, t):
         "What torch_xla asks an `input_sharding` for: how to split `t`, of any rank"
-        return self.batch_spec(t.ndim).xla_spec(t) if t.ndim else None
+        if not t.ndim: return None
+        # not by an `xs.ShardingSpec` (2.9), which takes a vector that some axes don't split for one that all split
+        return require_xla()._XLAC.XlaShardingSpec(t, *self.mesh._get_op_sharding_args(self.batch_spec(t.ndim)), self.minibatch)
 
     def upload(self, t):
         "`t` on the cores, split like a batch"
@@ -130,7 +129,7 @@ class Mesh:
 
     def mark_output(self, t):
         "Say that `t`, which is being computed, is split like a batch"
-        require_xla()._XLAC._xla_mark_sharding(t, self.op((self.batch,)+(None,)*(t.ndim-1)))
+        require_xla()._XLAC._xla_mark_sharding(t, self.op(self.batch_spec(t.ndim)))
 
 # %% ../nbs/10_spmd.ipynb #b9b53788
 def shard_slices(
