@@ -3,6 +3,6 @@ from .callback import XLAMixedPrecision, XLAOptCallback
 from .core import emulate_cores, n_cores
 from .data import TPUDistributedDL
 from .layers import SyncBatchNorm, convert_sync_bn
-from . import checkpoint, inference, learner
+from . import checkpoint, inference, learner, spmd
 
 __all__ = ['n_cores', 'emulate_cores', 'XLAOptCallback', 'TPUDistributedDL', 'XLAMixedPrecision', 'SyncBatchNorm', 'convert_sync_bn']

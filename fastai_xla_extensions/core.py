@@ -361,6 +361,8 @@ def move_module(
 )->nn.Module:
     "Move `m`, keeping the identity of its parameters, and with it tied weights and the optimizer's hold on them"
     if device_type(m) == torch.device(device).type == 'cpu': return m
+    for o in m.modules():   # what was computed from parameters (`weight_norm`'s weight, which the next forward pass makes anew) holds them where they are
+        vars(o).update({k: v.detach() for k,v in vars(o).items() if isinstance(v, torch.Tensor) and v.grad_fn is not None})
     with _keep_params(): return m._apply(to_host) if torch.device(device).type == 'cpu' else m.to(device)
 
 def device_type(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['model_axes', 'small', 'check_mesh', 'default_spec', 'param_specs', 'Mesh', 'shard_slices', 'find_spec', 'host_share',
-           'Split', 'recompute', 'undo_recompute', 'XLASplit', 'OnSPMD', 'ShardRow', 'ShardingSummary']
+           'Split', 'find_modules', 'recompute', 'undo_recompute', 'XLASplit', 'OnSPMD', 'ShardRow', 'ShardingSummary']
 
 # %% ../nbs/10_spmd.ipynb #31a82dec
 import re
@@ -110,14 +110,11 @@ class Mesh:
         self.xs,self.shape,self.axes = xs,shape,axes
         self.mesh = xs.Mesh(np.arange(int(np.prod(shape))), shape, axes) if xs_mesh is None else xs_mesh
         self.batch = tuple(a for a in axes if a not in model_axes)
-        self._specs = {}
 
     def op(self, spec): return self.mesh.get_op_sharding(spec)
     def mark(self, t, spec): self.xs.mark_sharding(t, self.mesh, spec)
 
-    def batch_spec(self, ndim):
-        if ndim not in self._specs: self._specs[ndim] = self.xs.ShardingSpec(self.mesh, (self.batch,)+(None,)*(ndim-1), minibatch=self.minibatch)
-        return self._specs[ndim]
+    def batch_spec(self, ndim): return (self.batch,)+(None,)*(ndim-1)
 
     @property
     def minibatch(self):
@@ -126,7 +123,9 @@ class Mesh:
 
     def xla_spec(self, t):
         "What torch_xla asks an `input_sharding` for: how to split `t`, of any rank"
-        return self.batch_spec(t.ndim).xla_spec(t) if t.ndim else None
+        if not t.ndim: return None
+        # not by an `xs.ShardingSpec` (2.9), which takes a vector that some axes don't split for one that all split
+        return require_xla()._XLAC.XlaShardingSpec(t, *self.mesh._get_op_sharding_args(self.batch_spec(t.ndim)), self.minibatch)
 
     def upload(self, t):
         "`t` on the cores, split like a batch"
@@ -136,7 +135,7 @@ class Mesh:
 
     def mark_output(self, t):
         "Say that `t`, which is being computed, is split like a batch"
-        require_xla()._XLAC._xla_mark_sharding(t, self.op((self.batch,)+(None,)*(t.ndim-1)))
+        require_xla()._XLAC._xla_mark_sharding(t, self.op(self.batch_spec(t.ndim)))
 
 # %% ../nbs/10_spmd.ipynb #b9b53788
 def shard_slices(
@@ -268,25 +267,49 @@ class Split:
         from_partitioned(self.model)
 
 # %% ../nbs/10_spmd.ipynb #e339e203
+@contextmanager
+def _counted(m):
+    "BatchNorm layers of `m` leave their running statistics alone"
+    bns = [o for o in batch_norms(m) if o.track_running_stats]
+    for o in bns: o.track_running_stats = False
+    try: yield
+    finally:
+        for o in bns: o.track_running_stats = True
+
 _again_classes = {}
 def _again_class(cls):
     if cls not in _again_classes:
         def forward(self, *args, **kwargs):
             if not (self.training and torch.is_grad_enabled()): return cls.forward(self, *args, **kwargs)
             from torch_xla.utils.checkpoint import checkpoint
-            return checkpoint(partial(cls.forward, self, **kwargs), *args)
+            n,names = len(args),list(kwargs)
+            def run(_, *xs):
+                call = lambda: cls.forward(self, *xs[:n], **dict(zip(names, xs[n:])))
+                if not torch.is_grad_enabled(): return call()   # the first time
+                with _counted(self): return call()
+            # without an input that needs a gradient, as for the first layer, the parameters would get none
+            need = torch.zeros(1, device=next((o.device for o in [*args, *kwargs.values()] if isinstance(o, Tensor)), 'xla'), requires_grad=True)
+            return checkpoint(run, need, *args, *kwargs.values())
         _again_classes[cls] = type(cls.__name__, (cls,), dict(forward=forward, plain_class=cls))
     return _again_classes[cls]
 
-def recompute(
-    model:nn.Module, # Changed in place
+def find_modules(
+    model:nn.Module, # Any model
     which            # Classes, or a pattern of names; None: no module
 )->list:
-    "Let modules of `model` compute their activations again in the backward pass; returns them"
+    "Modules of `model`; a `ValueError` if it has none such"
     if which is None: return []
     if isinstance(which, str): ms = [m for n,m in model.named_modules() if n and re.search(which, n)]
     else: ms = [m for m in model.modules() if isinstance(m, tuple(L(which)))]
     if not ms: raise ValueError(f"remat={which!r} is the {'name' if isinstance(which, str) else 'class'} of no module of the model. Its modules: {', '.join(sorted({type(m).__name__ for m in model.modules()}))}")
+    return ms
+
+def recompute(
+    model:nn.Module, # Changed in place
+    which            # As for `find_modules`
+)->list:
+    "Let modules of `model` compute their activations again in the backward pass; returns them"
+    ms = find_modules(model, which)
     for m in ms: m.__class__ = _again_class(type(m))
     return ms
 
@@ -347,8 +370,8 @@ def to_spmd(self:Learner,
     "Train on all cores in this process, with fastai's own verbs; `bs` is that of all cores together. Raises a `ValueError` for a mesh or a rule that doesn't fit, a `RuntimeError` if it comes too late. Returns the learner"
     require_xla()
     shape,axes = check_mesh(mesh, axes, n_cores())
-    if isinstance(self, OnXLA): self.detach_xla()
     specs = param_specs(self.model, shape, axes, rules)
+    find_modules(self.model, remat)
     start_spmd('learn.to_spmd')
     m = Mesh(shape, axes, mesh if hasattr(mesh, 'mesh_shape') else None)
     enter_xla(self, torch.device('xla:0'), OnSPMD, partial(_place, mesh=m, specs=specs))
