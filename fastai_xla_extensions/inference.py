@@ -23,7 +23,7 @@ from fastai.imports import noop
 from fastai.learner import Learner, Recorder
 
 from .data import share_out
-from .learner import _check_call, _core_cbs, _on_all_cores, _split_options, all_cores_options, describe, pack_data, unpack_data
+from .learner import Screen, SendEvents, _check_call, _core_cbs, _on_all_cores, _split_options, all_cores_options, describe, pack_data, unpack_data
 from .metrics import sum_over_cores
 
 # %% ../nbs/09_inference.ipynb #11f6e3e3
@@ -63,12 +63,14 @@ def _merge(parts, places):
     joined = [o for part,_ in parts for o in part]   # samples of different sizes
     return L(joined[i] for i in order)
 
+def _events(core): return [SendEvents(core)] if core.is_master else []
+
 def _predict(core, learn, args, kwargs, draws, opts):
     "Predict this core's share"
     gather,(dl,) = GatherPredsCallback(**opts['gather']),args
     rec = getattr(learn, 'recorder', None)
     if rec is not None: rec.valid_metrics = False   # of no use here, and they would join the batches
-    with learn.validation_context(cbs=_core_cbs(core, kwargs.get('cbs'), opts['master_cbs']) + gather):
+    with learn.validation_context(cbs=_core_cbs(core, kwargs.get('cbs'), opts['master_cbs']) + _events(core) + gather):
         if gather.with_loss:
             with learn.loss_not_reduced(): learn._do_epoch_validate(dl=dl)
         else: learn._do_epoch_validate(dl=dl)
@@ -83,7 +85,7 @@ def _preds_loop(shadow, learn, opts, cbs, dl):
     cb = next(o for o in shadow.cbs if isinstance(o, GatherPredsCallback))
     gather = {k: getattr(cb, k) for k in 'with_input with_loss with_preds with_targs concat_dim'.split()}
     if learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
-    res = _on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather})
+    res = _on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather}, Screen.beside(learn, opts['n'], [dl]))
     places = _places(dl, opts['n'])
     for o in res[0]: setattr(cb, o, _merge([r[o] for r in res], places))
     if cb.save_preds is not None: _save_parts(cb.preds, cb.save_preds, dl.bs if hasattr(dl, 'bs') else dl.batch_size)
@@ -128,7 +130,7 @@ def xla_tta(self:Learner,
 # %% ../nbs/09_inference.ipynb #70e827d7
 def _validate(core, learn, args, kwargs, draws, opts):
     "Validate this core's share; the master returns what all cores have found together"
-    cbs = _core_cbs(core, kwargs.pop('cbs', None), opts['master_cbs'])
+    cbs = _core_cbs(core, kwargs.pop('cbs', None), opts['master_cbs']) + _events(core)
     record = learn.validate(*args, cbs=cbs, **kwargs)
     if core.is_master: return record,pack_data(learn.recorder) if hasattr(learn, 'recorder') else None,[pack_data(m) for m in learn.metrics]
 
@@ -144,8 +146,9 @@ def xla_validate(self:Learner,
     "`Learner.validate` on all cores: loss and metrics, exact for any size of the data set"
     options = _split_options(kwargs)
     opts = _check_call(self, 'validate', (ds_idx, dl, cbs), kwargs, **options)
-    if self.logger is not noop: print(describe(self, opts['n'], self.dls[ds_idx] if dl is None else dl), flush=True)
-    record,rec,metrics = _on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts)[0]
+    data = self.dls[ds_idx] if dl is None else dl
+    if self.logger is not noop: print(describe(self, opts['n'], data), flush=True)
+    record,rec,metrics = _on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts, Screen.beside(self, opts['n'], [data]))[0]
     if rec is not None: unpack_data(self.recorder, rec); self.final_record = record
     for m,d in zip(self.metrics, metrics): unpack_data(m, d)
     return record
@@ -168,14 +171,14 @@ def _find(core, learn, args, kwargs, draws, opts):
     finder,steps = opts['finder'],len(share_out(learn.dls.train, 0, opts['n']))
     cb = XLALRFinder(num_it=finder.num_it, stop_div=finder.stop_div)
     cb.scheds = finder.scheds
-    learn.fit(finder.num_it//steps + 1, cbs=cb)
+    learn.fit(finder.num_it//steps + 1, cbs=[cb, *_events(core)])
     if core.is_master: return learn.recorder.lrs,learn.recorder.losses
 
 def _find_loop(shadow, learn, opts, cbs):
     finder = next(o for o in cbs if isinstance(o, LRFinder))
     if learn.logger is not noop: print(describe(learn, opts['n']), flush=True)
     shadow.recorder = Recorder()
-    shadow.recorder.lrs,shadow.recorder.losses = _on_all_cores(_find, learn, (), {}, {**opts, 'finder': finder})[0]
+    shadow.recorder.lrs,shadow.recorder.losses = _on_all_cores(_find, learn, (), {}, {**opts, 'finder': finder}, Screen.beside(learn, opts['n'], learn.dls.loaders[:2], create_mbar=True))[0]
 
 @patch
 @delegates(all_cores_options)
