@@ -138,12 +138,17 @@ class XLAMetrics(Callback):
     def _rec(self): return getattr(self.learn, 'recorder', None)
 
     def before_fit(self):
-        self.n_losses = 0
+        self.n_losses,self.unreduced = 0,False
         # without a validation set there are no columns for one; it is put back by `after_fit`
         self.no_valid = self._rec is not None and self._rec.valid_metrics and len(self.learn.dls.loaders) < 2
         if self.no_valid: self._rec.valid_metrics = False
     def after_fit(self):
         if self.no_valid: self._rec.valid_metrics,self.no_valid = True,False
+
+    def before_train(self): self.unreduced = True
+    def after_cancel_fit(self):   # in the middle of an epoch there is no `after_train`; all cores stop at the same step
+        if self.unreduced: self.after_train()
+    after_cancel_epoch = after_cancel_fit
 
     def before_validate(self):
         rec,lf = self._rec,self.learn.loss_func
@@ -208,6 +213,7 @@ class XLAMetrics(Callback):
             self.learn.pred,self.learn.yb = to_detach((self.learn.pred, self.learn.yb), gather=False)
 
     def after_train(self):
+        self.unreduced = False
         average_bn(self.learn.model)
         rec = self._rec
         if rec is None or world_size() == 1: return sync()

@@ -80,11 +80,11 @@ def _save_parts(t, folder, bs):
     "Files as `get_preds(save_preds=...)` writes them, one for each batch"
     for i,o in enumerate(t.split(bs or 1) if isinstance(t, Tensor) else []): torch.save(o.clone(), Path(folder)/str(i), pickle_protocol=2)
 
-def _preds_loop(shadow, learn, opts, cbs, dl):
+def _preds_loop(shadow, learn, opts, cbs, dl, say=True):
     "Fill the `GatherPredsCallback` of `shadow` with what the cores predict"
     cb = next(o for o in shadow.cbs if isinstance(o, GatherPredsCallback))
     gather = {k: getattr(cb, k) for k in 'with_input with_loss with_preds with_targs concat_dim'.split()}
-    if learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
+    if say and learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
     res = _on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather}, Screen.beside(learn, opts['n'], [dl]))
     places = _places(dl, opts['n'])
     for o in res[0]: setattr(cb, o, _merge([r[o] for r in res], places))
@@ -123,7 +123,9 @@ def xla_tta(self:Learner,
     opts = _check_call(self, 'tta', (ds_idx, dl, *args), kwargs, **options)
     s = _shadow(self)
     n = iter(range(10**6))
-    def loop(dl): _preds_loop(s, self, {**opts, 'seed': (opts['seed'] + next(n)*7919) % 2**31}, None, dl)   # other augmentations each time
+    def loop(dl):
+        i = next(n)
+        _preds_loop(s, self, {**opts, 'seed': (opts['seed'] + i*7919) % 2**31}, None, dl, say=i==0)   # other augmentations each time
     s.xla_validate_loop = loop
     return type(self).tta(s, ds_idx, dl, *args, **kwargs)
 
