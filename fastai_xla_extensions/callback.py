@@ -139,11 +139,16 @@ class XLAMetrics(Callback):
 
     def before_fit(self):
         self.n_losses,self.unreduced = 0,False
-        # without a validation set there are no columns for one; it is put back by `after_fit`
+        # without a validation set there are no columns for one, nor for metrics; it is put back by `after_fit`
+        if getattr(self, 'no_valid', False): self.after_fit()   # an error has ended the last fit
         self.no_valid = self._rec is not None and self._rec.valid_metrics and len(self.learn.dls.loaders) < 2
-        if self.no_valid: self._rec.valid_metrics = False
+        if self.no_valid:
+            self._rec.valid_metrics = False
+            if not self._rec.train_metrics: vars(self._rec)['metrics'] = L()
     def after_fit(self):
-        if self.no_valid: self._rec.valid_metrics,self.no_valid = True,False
+        if not self.no_valid: return
+        self._rec.valid_metrics,self.no_valid = True,False
+        vars(self._rec).pop('metrics', None)
 
     def before_train(self): self.unreduced = True
     def after_cancel_fit(self):   # in the middle of an epoch there is no `after_train`; all cores stop at the same step

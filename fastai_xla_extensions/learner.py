@@ -48,6 +48,7 @@ def pack_data(
     res = {}
     for k,v in vars(o).items():
         if isinstance(v, Metric): res[k] = pack_data(v)
+        elif isinstance(o, Recorder) and k in ('metrics', 'valid_metrics'): pass   # set for a fit without a validation set
         elif k != 'learn' and _is_data(v): res[k] = to_detach(v, gather=False) if not isinstance(v, set) else v
     return res
 
