@@ -64,7 +64,7 @@ def unpack_data(
 # %% ../nbs/08_learner.ipynb #49a22e4f
 class SendEvents(Callback):
     "On the master core: tell the caller how far it is, a few times a second, and (given `draws`) what the learner is at the end of each epoch"
-    order = 100
+    order,of_this_call = 100,True   # goes into no exported file
     def __init__(self, core, cbs=None, draws=None, every=.3): self.core,self.call_cbs,self.draws,self.every = core,cbs,draws,every
     def before_fit(self): self.core.send('before_fit', getattr(self.learn, 'n_epoch', 1), list(getattr(getattr(self.learn, 'recorder', None), 'metric_names', ())))
     def before_epoch(self): self.core.send('before_epoch', getattr(self.learn, 'epoch', 0))
@@ -162,14 +162,16 @@ def _set_up(core, learn, args, kwargs, draws, opts):
         learn.remove_cbs(L(cb for cb in learn.cbs if isinstance(cb, _display) or not core.is_master and for_master(cb)))
         if opts['sync_bn']: convert_sync_bn(learn.model)
         learn.to_xla(core.device)
-    learn.logger = _log_sender(core, learn) if core.is_master else noop
+    learn.logger = _SendLog(core, learn) if core.is_master else noop
     _seed(core, learn, opts['seed'])
     learn.xla_seed,learn.xla_draws,learn.xla_folder = opts['order_seed'],draws,core.folder
     return learn,args,kwargs,draws
 
-def _log_sender(core, learn):
-    def log(row): core.send('log', list(learn.recorder.metric_names), [o if isinstance(o, (Number, str, type(None))) else str(o) for o in row])
-    return log
+class _SendLog:
+    "The logger of the master core; in a file it is the one that was there before"
+    def __init__(self, core, learn): self.core,self.learn,self.old = core,learn,learn.logger
+    def __call__(self, row): self.core.send('log', list(self.learn.recorder.metric_names), [o if isinstance(o, (Number, str, type(None))) else str(o) for o in row])
+    def __reduce__(self): return copy, (self.old,)
 
 def _core_cbs(core, cbs, master_cbs=None):
     "The callbacks of the call that run on this core"

@@ -154,8 +154,14 @@ class Master(Callback):
         self.learn.save(f'batch{self.epoch}'); torch.save(self.learn.model.state_dict(), f'state{self.epoch}.pth')
     def after_epoch(self):
         if ordinal() == 0: self.learn.save(f'epoch{self.epoch}'); self.learn.export(f'epoch{self.epoch}.pkl')
+def files():
+    "An exported learner needs data sets of fastai"
+    l = learner(4)
+    l.dls = Datasets(range(101), [[lambda i: X[i]], [lambda i: Y[i]]], splits=[list(range(64)), list(range(64, 101))]).dataloaders(bs=4, num_workers=0, device='cpu')
+    l.dls.train.rng.seed(1)
+    return l
 for cbs in ('cbs', 'master_cbs'):
-    l,plain,cb = learner(4),learner(4),Master()
+    l,plain,cb = files(),files(),Master()
     with l.no_logging(), plain.no_logging():
         start = [p.detach().clone() for p in l.model.parameters()]
         l.xla_fit(2, **{cbs: cb}); plain.xla_fit(2)
@@ -163,12 +169,12 @@ for cbs in ('cbs', 'master_cbs'):
     test_eq(l.recorder.values, plain.recorder.values)
     if cbs == 'cbs': assert len(cb.read) == 2 and all(0 < o < 2 for o in cb.read), cb.read
     for e in range(2):
-        states = [torch.load(f) for f in (f'models/batch{e}.pth', f'models/epoch{e}.pth', f'state{e}.pth')]
+        states = [torch.load(f, map_location='cpu', weights_only=False) for f in (f'models/batch{e}.pth', f'models/epoch{e}.pth', f'state{e}.pth')]
         states[:2] = [s['model'] for s in states[:2]]
         for s in states: test_eq({v.device.type for v in s.values()}, {'cpu'}); assert all(v.isfinite().all() for v in s.values())
-        test_eq(states[0], states[2]); assert not torch.equal(states[0]['0.weight'], states[1]['0.weight'])
-        exported = load_learner(f'epoch{e}.pkl'); test_eq({k: v for k,v in exported.model.state_dict().items()}, states[1])
-    test_close(list(states[1].values()), list(l.model.state_dict().values()), 1e-6)
+        vals = [list(s.values()) for s in states]; test_eq(vals[0], vals[2]); assert not torch.equal(states[0]['0.weight'], states[1]['0.weight'])
+        exported = load_learner(f'epoch{e}.pkl'); test_eq(list(exported.model.state_dict().values()), vals[1]); test_eq((exported.logger, sorted(c.name for c in exported.cbs)), (noop, sorted(c.name for c in [*l.cbs, cb])))
+    test_close(vals[1], list(l.model.state_dict().values()), 1e-6)
     shutil.rmtree('models'); [o.unlink() for o in Path('.').glob('*.p*')]
 
 # bs is that of a core
