@@ -49,7 +49,7 @@ for verb,args,kw in [('fit_one_cycle', (2, slice(1e-3,.1)), dict(pct_start=.4)),
 ''')
 
 def test_inference_verbs():
-    "Predictions of any loader, complete and in order; the learner stays as it is"
+    "Predictions of any loader, complete and in order; the learner stays as it is (cases 04, 64)"
     run('''
 l = learner(4)
 with l.no_logging(): l.xla_fit(1)
@@ -80,7 +80,7 @@ with l.no_logging(): test_eq(type(l.xla_lr_find(num_it=10, stop_div=False, sugge
 ''')
 
 def test_callbacks():
-    "Decisions are taken from the values of all cores, counts are of all cores, loggers write once"
+    "Decisions are taken from the values of all cores, counts are of all cores, loggers write once (case 21)"
     run('''
 from fastai.callback.tracker import *
 from fastai.callback.training import *
