@@ -162,13 +162,16 @@ class XLAMetrics(Callback):
     def _rec(self): return getattr(self.learn, 'recorder', None)
 
     def before_fit(self):
-        self.n_read = 0
+        self.n_read,self.unreduced = 0,False
+        self._columns_back()   # an error has ended the last fit
         for m in self._all(): to_device_form(m, self.learn.loss_func)
-        # without a validation set there are no columns for one; it is put back by `after_fit`
+        # without a validation set there are no columns for one, nor for metrics; it is put back by `after_fit`
         self.no_valid = self._rec is not None and self._rec.valid_metrics and len(self.learn.dls.loaders) < 2
-        if self.no_valid: self._rec.valid_metrics = False
+        if self.no_valid:
+            self._rec.valid_metrics = False
+            if not self._rec.train_metrics: vars(self._rec)['metrics'] = L()
     def after_fit(self):
-        if self.no_valid: self._rec.valid_metrics,self.no_valid = True,False
+        self._columns_back()
         self.read()   # of an epoch that was cut short
         for m in self._all(): to_own_form(m)
 
@@ -182,12 +185,13 @@ class XLAMetrics(Callback):
     def read(self):
         "Bring the losses so far to the host, in one transfer. Returns the last one, None before the first"
         rec = self._rec
-        n = 0 if rec is None else len(rec.losses) - self.n_read
-        if n:
+        if rec is None or not on_device(rec.smooth_loss): return None
+        n = len(rec.losses) - self.n_read
+        if n > 0:
             rec.losses[self.n_read:] = list(rec.smooth_loss.last(n))
             self.n_read += n
             self.learn.smooth_loss = rec.losses[-1]
-        return float(rec.losses[-1]) if rec is not None and rec.losses else None
+        return float(rec.losses[-1]) if rec.losses else None
 
     def record(self):
         "Before the graph is cut: add up on the device what can be"
@@ -202,6 +206,16 @@ class XLAMetrics(Callback):
         "Whether no core has padding in the batch at hand"
         share,step = _share(self.learn),self.learn.dl.step
         return share.n_global(step) == share.n_rows(step)*share.world_size
+
+    def _columns_back(self):
+        if not getattr(self, 'no_valid', False): return
+        self._rec.valid_metrics,self.no_valid = True,False
+        vars(self._rec).pop('metrics', None)
+
+    def before_train(self): self.unreduced = True
+    def after_cancel_fit(self):   # in the middle of an epoch there is no `after_train`; all cores stop at the same step
+        if self.unreduced: self.after_train()
+    after_cancel_epoch = after_cancel_fit
 
     def before_validate(self):
         rec,lf = self._rec,self.learn.loss_func
@@ -267,6 +281,7 @@ class XLAMetrics(Callback):
             if short and not self.training and isinstance(self.learn.loss, Tensor): self.learn.loss = to_host(self.learn.loss)
 
     def after_train(self):
+        self.unreduced = False
         average_bn(self.learn.model)
         self.read()
         sync()
@@ -538,7 +553,7 @@ class OnXLA:
     @contextmanager
     def _plain_learner(self):
         "This learner as it would be without XLA, for the time of an `export`; all tensors stay where they are"
-        cls,dls,cbs = type(self),self.dls,L(cb for cb in self.cbs if isinstance(cb, xla_callbacks))
+        cls,dls,cbs = type(self),self.dls,L(cb for cb in self.cbs if isinstance(cb, xla_callbacks) or getattr(type(cb), 'of_this_call', False))
         with self.removed_cbs(cbs):
             mine = {k: vars(self).pop(k) for k in _settings if k in vars(self)}
             self.dls = copy(dls)

@@ -23,7 +23,8 @@ from fastai.imports import noop
 from fastai.learner import Learner, Recorder
 
 from .data import share_out
-from .learner import _check_call, _core_cbs, _on_all_cores, _split_options, _travelling, all_cores_options, describe, for_master, pack_data, unpack_data
+from .learner import (Screen, SendEvents, _check_call, _core_cbs, _on_all_cores, _split_options, _travelling, all_cores_options, describe, for_master, pack_data,
+                                           unpack_data)
 from .metrics import sum_over_cores
 
 # %% ../nbs/09_inference.ipynb #11f6e3e3
@@ -63,12 +64,14 @@ def _merge(parts, places):
     joined = [o for part,_ in parts for o in part]   # samples of different sizes
     return L(joined[i] for i in order)
 
+def _events(core): return [SendEvents(core)] if core.is_master else []
+
 def _predict(core, learn, args, kwargs, draws, opts):
     "Predict this core's share"
     gather,(dl,) = GatherPredsCallback(**opts['gather']),args
     rec = getattr(learn, 'recorder', None)
     if rec is not None: rec.valid_metrics = False   # of no use here, and they would join the batches
-    with learn.validation_context(cbs=_core_cbs(core, kwargs.get('cbs'), opts['master_cbs']) + gather):
+    with learn.validation_context(cbs=_core_cbs(core, kwargs.get('cbs'), opts['master_cbs']) + _events(core) + gather):
         if gather.with_loss:
             with learn.loss_not_reduced(): learn._do_epoch_validate(dl=dl)
         else: learn._do_epoch_validate(dl=dl)
@@ -84,12 +87,12 @@ def _save_parts(t, folder, bs):
     "Files as `get_preds(save_preds=...)` writes them, one for each batch"
     for i,o in enumerate(t.split(bs or 1) if isinstance(t, Tensor) else []): torch.save(o.clone(), Path(folder)/str(i), pickle_protocol=2)
 
-def _preds_loop(shadow, learn, opts, cbs, dl):
+def _preds_loop(shadow, learn, opts, cbs, dl, say=True):
     "Fill the `GatherPredsCallback` of `shadow` with what the cores predict"
     cb = next(o for o in shadow.cbs if isinstance(o, GatherPredsCallback))
     gather = {k: getattr(cb, k) for k in 'with_input with_loss with_preds with_targs concat_dim'.split()}
-    if learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
-    res,packed = zip(*_on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather}))
+    if say and learn.logger is not noop: print(describe(learn, opts['n'], dl), flush=True)
+    res,packed = zip(*_on_all_cores(_predict, learn, (dl,), dict(cbs=cbs), {**opts, 'gather': gather}, Screen.beside(learn, opts['n'], [dl])))
     for o,d in zip(_of_call(cbs, opts), packed[0]): unpack_data(o, d)
     places = _places(dl, opts['n'])
     for o in res[0]: setattr(cb, o, _merge([r[o] for r in res], places))
@@ -128,7 +131,9 @@ def xla_tta(self:Learner,
     opts = _check_call(self, 'tta', (ds_idx, dl, *args), kwargs, **options)
     s = _shadow(self)
     n = iter(range(10**6))
-    def loop(dl): _preds_loop(s, self, {**opts, 'seed': (opts['seed'] + next(n)*7919) % 2**31}, None, dl)   # other augmentations each time
+    def loop(dl):
+        i = next(n)
+        _preds_loop(s, self, {**opts, 'seed': (opts['seed'] + i*7919) % 2**31}, None, dl, say=i==0)   # other augmentations each time
     s.xla_validate_loop = loop
     return type(self).tta(s, ds_idx, dl, *args, **kwargs)
 
@@ -136,7 +141,7 @@ def xla_tta(self:Learner,
 def _validate(core, learn, args, kwargs, draws, opts):
     "Validate this core's share; the master returns what all cores have found together"
     call = kwargs.pop('cbs', None)
-    cbs = _core_cbs(core, call, opts['master_cbs'])
+    cbs = _core_cbs(core, call, opts['master_cbs']) + _events(core)
     back = _travelling(learn, cbs)
     record = learn.validate(*args, cbs=cbs, **kwargs)
     gathered = [_gathered(cb) for cb in _gatherers(call)],learn.xla_metrics.joins
@@ -156,11 +161,12 @@ def xla_validate(self:Learner,
     "`Learner.validate` on all cores: loss and metrics, exact for any size of the data set"
     options = _split_options(kwargs)
     opts = _check_call(self, 'validate', (ds_idx, dl, cbs), kwargs, **options)
-    if self.logger is not noop: print(describe(self, opts['n'], self.dls[ds_idx] if dl is None else dl), flush=True)
-    gathered,((record,packed,metrics),*_) = zip(*_on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts))
+    data = self.dls[ds_idx] if dl is None else dl
+    if self.logger is not noop: print(describe(self, opts['n'], data), flush=True)
+    gathered,((record,packed,metrics),*_) = zip(*_on_all_cores(_validate, self, (ds_idx, dl), dict(cbs=cbs), opts, Screen.beside(self, opts['n'], [data])))
     for o,d in zip([*_travelling(self, L(cbs) + L(opts['master_cbs'])), *self.metrics], [*packed, *metrics]): unpack_data(o, d)
     if hasattr(self, 'recorder'): self.final_record = record
-    places = _places(self.dls[ds_idx] if dl is None else dl, opts['n'])
+    places = _places(data, opts['n'])
     for i,cb in enumerate(_gatherers(cbs)):
         for k,v in gathered[0][0][i].items():   # where the metrics need the batches of all cores together, each core has all but the inputs
             setattr(cb, k, v if gathered[0][1] and k != 'inputs' else _merge([r[i][k] for r,_ in gathered], places))
@@ -184,14 +190,14 @@ def _find(core, learn, args, kwargs, draws, opts):
     finder,steps = opts['finder'],len(share_out(learn.dls.train, 0, opts['n']))
     cb = XLALRFinder(num_it=finder.num_it, stop_div=finder.stop_div)
     cb.scheds = finder.scheds
-    learn.fit(finder.num_it//steps + 1, cbs=cb)
+    learn.fit(finder.num_it//steps + 1, cbs=[cb, *_events(core)])
     if core.is_master: return learn.recorder.lrs,learn.recorder.losses
 
 def _find_loop(shadow, learn, opts, cbs):
     finder = next(o for o in cbs if isinstance(o, LRFinder))
     if learn.logger is not noop: print(describe(learn, opts['n']), flush=True)
     shadow.recorder = Recorder()
-    shadow.recorder.lrs,shadow.recorder.losses = _on_all_cores(_find, learn, (), {}, {**opts, 'finder': finder})[0]
+    shadow.recorder.lrs,shadow.recorder.losses = _on_all_cores(_find, learn, (), {}, {**opts, 'finder': finder}, Screen.beside(learn, opts['n'], learn.dls.loaders[:2], create_mbar=True))[0]
 
 @patch
 @delegates(all_cores_options)

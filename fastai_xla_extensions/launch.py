@@ -34,6 +34,7 @@ class Core:
         msg = cloudpickle.dumps((kind, *args))
         with self._lock: self._conn.send_bytes(msg)
 
+    def __deepcopy__(self, memo): return self
     def __repr__(self): return f'core {self.rank} of {self.world_size}'
 
 # %% ../nbs/07_launch.ipynb #59dda2c0

@@ -8,10 +8,11 @@ __all__ = ['pack_data', 'unpack_data', 'SendEvents', 'pack_learner', 'unpack_lea
 
 # %% ../nbs/08_learner.ipynb #46e23011
 import inspect, threading, time
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from numbers import Number
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle, numpy as np, torch
 import fastai.callback.schedule   # adds fit_one_cycle to Learner
@@ -47,6 +48,7 @@ def pack_data(
     res = {}
     for k,v in vars(o).items():
         if isinstance(v, Metric): res[k] = pack_data(v)
+        elif isinstance(o, Recorder) and k in ('metrics', 'valid_metrics'): pass   # set for a fit without a validation set
         elif k != 'learn' and _is_data(v): res[k] = to_detach(v, gather=False) if not isinstance(v, set) else v
     return res
 
@@ -61,11 +63,11 @@ def unpack_data(
 
 # %% ../nbs/08_learner.ipynb #49a22e4f
 class SendEvents(Callback):
-    "On the master core: tell the caller how far training is, a few times a second, and what the learner is at the end of each epoch"
-    order = 100
+    "On the master core: tell the caller how far it is, a few times a second, and (given `draws`) what the learner is at the end of each epoch"
+    order,of_this_call = 100,True   # goes into no exported file
     def __init__(self, core, back=None, draws=None, every=.3): self.core,self.back,self.draws,self.every = core,back,draws,every
-    def before_fit(self): self.core.send('before_fit', self.learn.n_epoch, list(self.learn.recorder.metric_names))
-    def before_epoch(self): self.core.send('before_epoch', self.learn.epoch)
+    def before_fit(self): self.core.send('before_fit', getattr(self.learn, 'n_epoch', 1), list(getattr(getattr(self.learn, 'recorder', None), 'metric_names', ())))
+    def before_epoch(self): self.core.send('before_epoch', getattr(self.learn, 'epoch', 0))
     def before_train(self): self._start('before_train')
     def before_validate(self): self._start('before_validate')
     def _start(self, event): self.next = 0; self.core.send(event)
@@ -75,7 +77,7 @@ class SendEvents(Callback):
         self.core.send('after_batch', self.learn.iter, self.learn.xla_metrics.read())
     def after_train(self): self.core.send('after_train', self.learn.train_iter)
     def after_validate(self): self.core.send('after_validate')
-    def after_epoch(self): self.core.send('after_epoch', pack_learner(self.learn, self.back), self.draws)
+    def after_epoch(self): self.core.send('after_epoch', None if self.draws is None else pack_learner(self.learn, self.back), self.draws)
     def after_fit(self): self.core.send('after_fit')
 
 # %% ../nbs/08_learner.ipynb #89412563
@@ -160,14 +162,16 @@ def _set_up(core, learn, args, kwargs, draws, opts):
         learn.remove_cbs(L(cb for cb in learn.cbs if isinstance(cb, _display) or not core.is_master and for_master(cb)))
         if opts['sync_bn']: convert_sync_bn(learn.model)
         learn.to_xla(core.device)
-    learn.logger = _log_sender(core, learn) if core.is_master else noop
+    learn.logger = _SendLog(core, learn) if core.is_master else noop
     _seed(core, learn, opts['seed'])
     learn.xla_seed,learn.xla_draws,learn.xla_folder = opts['order_seed'],draws,core.folder
     return learn,args,kwargs,draws
 
-def _log_sender(core, learn):
-    def log(row): core.send('log', list(learn.recorder.metric_names), [o if isinstance(o, (Number, str, type(None))) else str(o) for o in row])
-    return log
+class _SendLog:
+    "The logger of the master core; in a file it is the one that was there before"
+    def __init__(self, core, learn): self.core,self.learn,self.old = core,learn,learn.logger
+    def __call__(self, row): self.core.send('log', list(self.learn.recorder.metric_names), [o if isinstance(o, (Number, str, type(None))) else str(o) for o in row])
+    def __reduce__(self): return copy, (self.old,)
 
 def _core_cbs(core, cbs, master_cbs=None):
     "The callbacks of the call that run on this core"
@@ -201,6 +205,7 @@ class Screen:
     def __init__(self, learn, n, cbs=None):
         self.learn,self.names,self.last = learn,None,None
         self.cbs = [cb for cb in [*learn.cbs, *L(cbs)] if isinstance(cb, _display)]
+        if not any(isinstance(cb, ProgressCallback) for cb in self.cbs): self.cbs = []   # `ShowGraphCallback` draws into its bars
         self.steps = [len(share_out(dl, 0, n)) for dl in learn.dls.loaders[:2]]
         if learn.logger is not noop: print(describe(learn, n), flush=True)
 
@@ -212,6 +217,7 @@ class Screen:
 
     def before_fit(self, n_epoch, names):
         self.learn.recorder.metric_names = L(names)
+        self.compiled = []
         self._show('before_fit', n_epoch=n_epoch, epoch=0)
     def before_epoch(self, epoch): self._show('before_epoch', epoch=epoch)
     def before_train(self): self._start('before_train', True, self.steps[0])
@@ -219,14 +225,16 @@ class Screen:
     def _start(self, event, training, steps):
         self._show(event, training=training, dl=range(steps))
         p = getattr(getattr(self.learn, 'progress', None), 'pbar', None)
-        if p is not None and self.last is None: p.comment = 'compiling'; p.update(0)
+        if p is not None and training not in self.compiled: p.comment = 'compiling'; p.update(0)
+        self.compiled.append(training)
     def after_batch(self, i, loss): self._show('after_batch', iter=i, **({} if loss is None else dict(smooth_loss=torch.tensor(loss))))
     def after_train(self, train_iter): self._show('after_train', train_iter=train_iter)
     def after_validate(self): self._show('after_validate')
     def after_epoch(self, packed, draws):
-        self.last = packed,draws
-        for cb,d in zip(_travelling(self.learn, None), packed['cbs']):
-            if isinstance(cb, Recorder): unpack_data(cb, d)
+        if packed is not None:
+            self.last = packed,draws
+            for cb,d in zip(_travelling(self.learn, None), packed['cbs']):
+                if isinstance(cb, Recorder): unpack_data(cb, d)
         self._show('after_epoch')
     def after_fit(self): self._show('after_fit')
 
@@ -235,6 +243,18 @@ class Screen:
         cells = [f'{o:.6f}' if isinstance(o, float) else '' if o is None else str(o) for o in row]
         if self.names != names: self._line(names); self.names = names
         self._line(cells, names)
+
+    @classmethod
+    def beside(cls, learn, n, loaders, create_mbar=False):
+        "A screen for what leaves `learn` as it is: a stand-in for it, and a copy of its progress bar"
+        stand_in = SimpleNamespace(logger=noop, create_mbar=create_mbar, recorder=SimpleNamespace(), dls=SimpleNamespace(loaders=loaders), cbs=[])
+        for cb in learn.cbs:
+            if isinstance(cb, ProgressCallback):
+                cb = copy(cb)
+                cb.learn = stand_in
+                setattr(stand_in, cb.name, cb)
+                stand_in.cbs.append(cb)
+        return cls(stand_in, n)
 
     def _line(self, cells, names=None): print('  '.join(f'{c:<{max(len(n),9)}}' for c,n in zip(cells, names or cells)).rstrip(), flush=True)
 
@@ -300,6 +320,9 @@ def _xla_run(learn, verb, *args, **kwargs):
     "Call `learn.verb(*args, **kwargs)` on every core and bring the results back"
     options = _split_options(kwargs)
     opts = _check_call(learn, verb, args, kwargs, **options)
+    kwargs = {**dict(zip(inspect.signature(getattr(learn, verb)).parameters, args)), **kwargs}   # all by name, wherever the callbacks were given
+    args,kwargs['cbs'] = (),_made(kwargs.get('cbs'))
+    opts['master_cbs'] = _made(opts['master_cbs'])
     cbs = L(kwargs.get('cbs')) + L(opts['master_cbs'])
     screen,old = Screen(learn, opts['n'], kwargs.get('cbs')),{k: vars(learn).get(k) for k in ('logger', 'create_mbar')}
     with learn.added_cbs(L(cb for cb in L(kwargs.get('cbs')) if isinstance(cb, _display))):
@@ -312,6 +335,8 @@ def _xla_run(learn, verb, *args, **kwargs):
                 print(f"The learner is as of the end of epoch {screen.last[0]['attrs'].get('epoch', 0)}" if screen.last is not None else 'The learner is as it was before the call', flush=True)
             raise
     _bring_back(learn, packed, draws, cbs, opts)
+
+def _made(cbs): return L(cb() if isinstance(cb, type) else cb for cb in L(cbs))
 
 def _bring_back(learn, packed, draws, cbs, opts):
     unpack_learner(learn, packed, cbs)

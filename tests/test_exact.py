@@ -15,7 +15,7 @@ def mlp(bn=False): return nn.Sequential(nn.Linear(6,8), *([nn.BatchNorm1d(8)] if
 '''
 
 def test_losses_and_ragged_batches():
-    "With a short last batch, whatever the loss: the weights, and the losses that are shown, of one core"
+    "With a short last batch, whatever the loss: the weights, and the losses that are shown, of one core (case 25)"
     run(DATA + '''
 w = torch.tensor([.2,.8])
 class Own(nn.Module):
@@ -40,7 +40,7 @@ test_eq(lf.func.weight.device.type, 'cpu'); test_close(xp[2], l.get_preds(with_l
 ''')
 
 def test_batchnorm():
-    "Synchronized: one core's numbers. Not synchronized: one set of running statistics, that validation used and the caller gets"
+    "Synchronized: one core's numbers. Not synchronized: one set of running statistics, that validation used and the caller gets (case 39)"
     run(DATA + '''
 for size in (64, 70):
     same(f'sync_bn {size}', lambda bs: Learner(dls(bs, size), mlp(bn=True), loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), lr=.1, metrics=accuracy), sync_bn=True)
@@ -92,7 +92,7 @@ for cores in (4, 1):
 ''')
 
 def test_random_numbers():
-    "Orders and augmentation: repeat with the seed, differ between epochs and between cores; nothing shared between cores that are threads"
+    "Orders and augmentation: repeat with the seed, differ between epochs and between cores; nothing shared between cores that are threads (cases 26, 48)"
     run(DATA + '''
 import tempfile, random
 from fastai_xla_extensions.core import ordinal
@@ -133,7 +133,7 @@ for workers in (0, 8):
 ''')
 
 def test_awkward_sizes():
-    "Few items, no validation, loader workers: exact, or a clear error before anything starts; nothing left running"
+    "Few items, no validation, loader workers: exact, or a clear error before anything starts; nothing left running (cases 01, 37, 52)"
     run(DATA + '''
 import multiprocessing
 def learner(bs, n_train, n_valid, drop=False): return Learner(dls(bs, n_train, n_valid, drop), mlp(), loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=.1, metrics=accuracy)
@@ -176,7 +176,7 @@ test_eq(l_train.recorder.metric_names, ['epoch', 'train_loss', 'time'])
 ''')
 
 def test_epochs_and_reading_loaders():
-    "The same number of batches in every epoch, also when a callback reads the loader itself"
+    "The same number of batches in every epoch, also when a callback reads the loader itself (case 53)"
     run(DATA + '''
 class Count(Callback):
     def before_fit(self): self.n = []

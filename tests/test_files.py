@@ -397,7 +397,7 @@ def test_tensors_outside_the_state(run):
     ''')
 
 def test_writing_on_all_cores(run):
-    "Callbacks that save, on all cores at once or on the master core alone, while the others go on (case 07)"
+    "Callbacks that save, on all cores at once or on the master core alone, while the others go on (cases 07, 38)"
     run('''
     from common import *
     from fastai_xla_extensions.all import *

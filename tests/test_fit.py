@@ -116,7 +116,7 @@ def test_equal(opt):
     ''')
 
 def test_call_after_call():
-    "Call after call equals fastai's own, whatever is looked at in between; the runtime never starts here (case 06)"
+    "Call after call equals fastai's own, whatever is looked at in between; the runtime never starts here (cases 03, 06, 71)"
     run('''
     emulate_cores(4)
     # first of all a fit on the CPU, as in every notebook: autograd's threads, once started, don't work with XLA
@@ -167,7 +167,7 @@ def test_call_after_call():
     ''')
 
 def test_one_device():
-    "`to_xla` at any time: after a fit on the CPU, with an optimizer made before, frozen, there and back"
+    "`to_xla` at any time: after a fit on the CPU, with an optimizer made before, frozen, there and back (case 71)"
     run('''
     def fit(o, *args):
         with o.no_logging(): o.fit(*args)
@@ -326,7 +326,7 @@ def test_frozen_groups():
     ''')
 
 def test_start_of_training():
-    "Cores that start apart are brought together; dropout differs between them; the same seed gives the same run"
+    "Cores that start apart are brought together; dropout differs between them; the same seed gives the same run (case 24)"
     run('''
     emulate_cores(4)
     class Apart(Callback):
@@ -369,7 +369,7 @@ def test_start_of_training():
     ''')
 
 def test_cores_and_samples():
-    "`num_cores` says how many there are; every item is seen once per epoch, with the same number of steps on each core"
+    "`num_cores` says how many there are; every item is seen once per epoch, with the same number of steps on each core (cases 11, 26, 60)"
     run('''
     emulate_cores(8)
     class Seen(Callback):
@@ -533,7 +533,7 @@ def test_twenty_fits():
     ''', env={'TMPDIR':'.'})
 
 def test_output():
-    "One line says what a step is; the line of an epoch comes when that epoch ends, from a pipe too; `no_logging` is silent"
+    "One line says what a step is; the line of an epoch comes when that epoch ends, from a pipe too; `no_logging` is silent (case 60)"
     res = run('''
     emulate_cores(2)
     class Slow(Callback):

@@ -60,7 +60,7 @@ same('collab nn', collab_nn)
 ''')
 
 def test_torch_loaders():
-    "Samplers, collate functions and generators of the user's own"
+    "Samplers, collate functions and generators of the user's own (cases 49, 67)"
     run('''
 import torch.utils.data as D
 set_seed(0)

@@ -95,6 +95,7 @@ print('done')
 @pytest.mark.parametrize('cores', [4, 8, 1])
 @pytest.mark.parametrize('part', ['single', 'other'])
 def test_metrics(cores, part):
+    "Cases 01 and 19: fastai's numbers, whatever the size"
     sizes = (1, 7, 31, 32, 33, 37, 0) if cores == 4 else (1, 33)
     code = SETUP.replace('int(sys.argv[1])', str(cores)) + (SINGLE if part == 'single' else BINARY)
     code = code.replace('BINARY_SIZES', str(tuple(o for o in sizes if o > 7) or (33,))).replace('SIZES', str(sizes))

@@ -49,7 +49,7 @@ for verb,args,kw in [('fit_one_cycle', (2, slice(1e-3,.1)), dict(pct_start=.4)),
 ''')
 
 def test_inference_verbs():
-    "Predictions of any loader, complete and in order; the learner stays as it is (case 02)"
+    "Predictions of any loader, complete and in order; the learner stays as it is (cases 02, 04, 64)"
     run('''
 l = learner(4)
 with l.no_logging(): l.xla_fit(1)
