@@ -7,7 +7,7 @@ __all__ = ['pack_data', 'unpack_data', 'SendEvents', 'pack_learner', 'unpack_lea
            'check_learner', 'all_cores_options']
 
 # %% ../nbs/08_learner.ipynb #46e23011
-import inspect, threading, time
+import inspect, threading, time, traceback
 from copy import deepcopy
 from functools import partial
 from numbers import Number
@@ -27,9 +27,9 @@ from fastai.torch_core import to_cpu, to_detach
 
 from .callback import look_at_data, xla_callbacks   # the module adds to_xla to Learner
 from .core import check_num_cores, peek_rng, require_free_runtime, require_xla, seed_core
-from .data import RandomState, share_out
+from .data import DeviceDL, RandomState, share_out
 from .layers import convert_sync_bn
-from .launch import check_start_method, launch
+from .launch import check_start_method, launch, pickled, uninterrupted
 from .optimizer import pack_opt, unpack_opt
 
 # %% ../nbs/08_learner.ipynb #5e5d7756
@@ -75,7 +75,9 @@ class SendEvents(Callback):
         self.core.send('after_batch', self.learn.iter, float(self.learn.smooth_loss) if hasattr(self.learn, 'smooth_loss') else None)
     def after_train(self): self.core.send('after_train', self.learn.train_iter)
     def after_validate(self): self.core.send('after_validate')
-    def after_epoch(self): self.core.send('after_epoch', pack_learner(self.learn, self.call_cbs), self.draws)
+    def after_epoch(self):
+        self.core.send('after_epoch', pack_learner(self.learn, self.call_cbs), self.draws)
+        (self.core.folder/f'epoch{self.learn.epoch}').touch()
     def after_fit(self): self.core.send('after_fit')
 
 # %% ../nbs/08_learner.ipynb #89412563
@@ -173,10 +175,40 @@ def _core_cbs(core, cbs, master_cbs=None):
     "The callbacks of the call that run on this core"
     return L(cb for cb in L(cbs) if not isinstance(cb, _display) and (core.is_master or not for_master(cb))) + (L(master_cbs) if core.is_master else L())
 
+def _within(fn, e): return any(f.f_code is fn.__code__ for f,_ in traceback.walk_tb(e.__traceback__))
+
+def _await_master(core, learn, seconds=5):
+    "Before an error is told: an epoch that has ended for this core has ended for the caller, who may still be waiting for the master's learner"
+    mark,end = core.folder/f'epoch{learn.epoch-1}',time.monotonic() + seconds
+    while learn.epoch and not mark.exists() and time.monotonic() < end: time.sleep(.01)
+
+def _doing(e, learn):
+    "What `learn` was doing when `e` was raised, and `e` itself where fastai has lost it"
+    doing,fit = '',_within(Learner._do_fit, e)
+    frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
+    for f in frames:
+        code,v = f.f_code,f.f_locals
+        if code is Callback.__call__.__code__: doing = f"event `{v['event_name']}` of `{type(v['self']).__name__}`"
+        elif code is DeviceDL._plain.__code__: doing = f"loading batch {v['self'].loaded}"
+        elif code is Learner.one_batch.__code__: doing = f"batch {v['i']}"
+        else: continue
+        if fit and 'batch ' in doing: doing += f" of {'training' if learn.training else 'validation'} in epoch {learn.epoch}"
+    # the message that fastai makes of an exception without arguments is an `IndexError`
+    if isinstance(e, IndexError) and frames[-1].f_code is Callback.__call__.__code__ and not getattr(e.__context__, 'args', 1): e = e.__context__
+    try: said = 'when calling event' in str(e)
+    except Exception: said = False
+    return '' if said else doing,e
+
 def _on_own_learner(core, fn, learn, args, kwargs, draws, opts, in_turn):
     "Call `fn(core, learn, args, kwargs, draws, opts)` with this core's learner"
     torch.set_num_threads(1)   # OpenMP's threads don't survive a fork, and would be waited for
-    return fn(core, *in_turn(partial(_set_up, core, learn, args, kwargs, draws, opts)), opts)
+    learn,*rest = in_turn(partial(_set_up, core, learn, args, kwargs, draws, opts))
+    try: return fn(core, learn, *rest, opts)
+    except BaseException as e:
+        core.doing,own = _doing(e, learn)
+        if fn is _train and not core.is_master and _within(Learner._do_fit, e): _await_master(core, learn)
+        if own is e: raise
+        raise own from own.__cause__
 
 def _train(core, learn, args, kwargs, draws, opts):
     "Train on this core; the master returns what the caller needs"
@@ -279,20 +311,16 @@ def _split_options(kwargs):
 def _on_all_cores(fn, learn, args, kwargs, opts, on_event=None):
     "Results of `fn` (as `_on_own_learner` calls it) on every core"
     vars(learn).pop('loss_grad', None)   # the graph of the last batch
-    sent = learn if opts['method'] == 'fork' else _pickled(learn, args, kwargs)
+    sent = learn if opts['method'] == 'fork' else _pickled(learn, args, kwargs, opts)
     return launch(_on_own_learner, fn, sent, args, kwargs, RandomState(), opts, _serializer(opts['method']), num_cores=opts['n'], start_method=opts['method'], on_event=on_event)
 
-def _pickled(learn, args, kwargs):
+def _pickled(learn, args, kwargs, opts):
     "The learner for spawned cores; a `TypeError` names what can't be sent"
     with learn.removed_cbs(L(cb for cb in learn.cbs if isinstance(cb, _display))):
-        parts = {'the model': learn.model, 'the data': learn.dls, 'the loss function': learn.loss_func, 'the metrics': learn.metrics, 'an argument of the call': (args, kwargs),
+        parts = {'the model': learn.model, 'the data': learn.dls, 'the loss function': learn.loss_func, 'the metrics': learn.metrics, 'an argument of the call': (args, kwargs, opts),
                  **{f'the callback {type(cb).__name__}': {k:v for k,v in vars(cb).items() if k != 'learn'} for cb in learn.cbs}, 'the learner': learn}
-        for name,o in parts.items():
-            try: res = cloudpickle.dumps(o)
-            except Exception as e:
-                raise TypeError(f"start_method='spawn' sends the learner to the cores by pickle, and {name} can't be pickled ({type(e).__name__}: {e}). "
-                                "Use start_method='fork', the default, which needs no pickling") from e
-    return res
+        pickled((args, kwargs, opts), parts)
+        return pickled(learn, parts)
 
 def _xla_run(learn, verb, *args, **kwargs):
     "Call `learn.verb(*args, **kwargs)` on every core and bring the results back"
@@ -303,13 +331,13 @@ def _xla_run(learn, verb, *args, **kwargs):
     with learn.added_cbs(L(cb for cb in L(kwargs.get('cbs')) if isinstance(cb, _display))):
         try: packed,draws = _on_all_cores(_train, learn, args, kwargs, opts, screen)[0]
         except BaseException:
-            vars(learn).update(old)
-            learn._end_cleanup()
-            if screen.last is not None: _bring_back(learn, *screen.last, cbs, opts)
-            if learn.logger is not noop:
-                print(f"The learner is as of the end of epoch {screen.last[0]['attrs'].get('epoch', 0)}" if screen.last is not None else 'The learner is as it was before the call', flush=True)
+            with uninterrupted():
+                vars(learn).update(old)
+                learn._end_cleanup()
+                if screen.last is not None: _bring_back(learn, *screen.last, cbs, opts)
+                if learn.logger is not noop: print(f"The learner is as of the end of epoch {screen.last[0]['attrs'].get('epoch', 0)}" if screen.last is not None else 'The learner is as it was before the call', flush=True)
             raise
-    _bring_back(learn, packed, draws, cbs, opts)
+    with uninterrupted(): _bring_back(learn, packed, draws, cbs, opts)
 
 def _bring_back(learn, packed, draws, cbs, opts):
     unpack_learner(learn, packed, cbs)
