@@ -431,7 +431,7 @@ class OnXLA:
     @contextmanager
     def _plain_learner(self):
         "This learner as it would be without XLA, for the time of an `export`; all tensors stay where they are"
-        cls,dls,cbs = type(self),self.dls,L(cb for cb in self.cbs if isinstance(cb, xla_callbacks))
+        cls,dls,cbs = type(self),self.dls,L(cb for cb in self.cbs if isinstance(cb, xla_callbacks) or getattr(cb, 'core_only', False))
         with self.removed_cbs(cbs):
             mine = {k: vars(self).pop(k) for k in _settings if k in vars(self)}
             self.dls = copy(dls)

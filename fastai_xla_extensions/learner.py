@@ -62,7 +62,7 @@ def unpack_data(
 # %% ../nbs/08_learner.ipynb #49a22e4f
 class SendEvents(Callback):
     "On the master core: tell the caller how far training is, a few times a second, and what the learner is at the end of each epoch"
-    order = 100
+    order,core_only = 100,True   # `export` leaves it out
     def __init__(self, core, cbs=None, draws=None, every=.3): self.core,self.call_cbs,self.draws,self.every = core,cbs,draws,every
     def before_fit(self): self.core.send('before_fit', self.learn.n_epoch, list(self.learn.recorder.metric_names))
     def before_epoch(self): self.core.send('before_epoch', self.learn.epoch)
@@ -131,7 +131,16 @@ def _own(core, learn, *args):
     # what was computed with gradients can't be copied (`WeightDropout` has such weights, callbacks may hold some); its values can
     holders = [learn, *learn.cbs, *learn.metrics, *learn.model.modules(), *L(args[-1].get('cbs'))]
     memo.update({id(o): o.detach() for h in holders for o in _tensors(vars(h)) if not o.is_leaf})
-    return deepcopy((learn, *args), memo)
+    return _copy((learn, *args), memo)
+
+def _copy(o, memo):
+    "A deep copy, but for what can't be copied (a lock, an open file), which the copies share"
+    while True:
+        try: return deepcopy(o, {**memo})
+        except TypeError as e:
+            *_,(f,_) = traceback.walk_tb(e.__traceback__)
+            if f.f_code is not deepcopy.__code__ or id(f.f_locals['x']) in memo: raise
+            memo[id(f.f_locals['x'])] = f.f_locals['x']
 
 def _tensors(o):
     "Tensors in `o` and in the lists, tuples and dicts it holds"
@@ -162,14 +171,16 @@ def _set_up(core, learn, args, kwargs, draws, opts):
         learn.remove_cbs(L(cb for cb in learn.cbs if isinstance(cb, _display) or not core.is_master and for_master(cb)))
         if opts['sync_bn']: convert_sync_bn(learn.model)
         learn.to_xla(core.device)
-    learn.logger = _log_sender(core, learn) if core.is_master else noop
+    learn.logger = _LogSender(core, learn) if core.is_master else noop
     _seed(core, learn, opts['seed'])
     learn.xla_seed,learn.xla_draws,learn.xla_folder = opts['order_seed'],draws,core.folder
     return learn,args,kwargs,draws
 
-def _log_sender(core, learn):
-    def log(row): core.send('log', list(learn.recorder.metric_names), [o if isinstance(o, (Number, str, type(None))) else str(o) for o in row])
-    return log
+class _LogSender:
+    "The master core's logger; a file gets the learner's own"
+    def __init__(self, core, learn): self.core,self.learn,self.own = core,learn,learn.logger
+    def __call__(self, row): self.core.send('log', list(self.learn.recorder.metric_names), [o if isinstance(o, (Number, str, type(None))) else str(o) for o in row])
+    def __reduce__(self): return noop, (self.own,)
 
 def _core_cbs(core, cbs, master_cbs=None):
     "The callbacks of the call that run on this core"

@@ -138,7 +138,7 @@ CELLS['ends'] = [
 CELLS['inference'] = [
     Cell('dataset', 'another core', verb='get_preds', texts=('boom-7', 'loading batch 1')),
     Cell('before_batch', 'all cores', verb='get_preds', texts=('boom-7', 'event `before_batch`')),
-    Cell('dataset', 'master core', 'kill', RuntimeError, ('worker', 'exited unexpectedly', 'loading batch '), verb='get_preds', workers=N),
+    Cell('dataset', 'master core', 'kill', RuntimeError, ('worker', 'exited unexpectedly', 'loading batch '), verb='get_preds', workers=N, what='SIGKILL of a loader worker'),
     Cell('after_batch', 'another core', 'kill', RuntimeError, ('signal 9',), verb='validate'),
     Cell('after_batch', 'another core', verb='lr_find', texts=('boom-7', 'event `after_batch`')),
     Cell('collate', 'all cores', verb='lr_find', texts=('boom-7', 'loading batch 1')),
