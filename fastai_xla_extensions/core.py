@@ -58,8 +58,9 @@ def require_free_runtime(
 ):
     "A `RuntimeError` if this process holds the device, since then no other core can be started from it"
     if not runtime_started(): return
+    by = _state.get('started_by', "a tensor on 'xla' or another use of torch_xla")
     raise RuntimeError(f"`{call}` starts one process per core, but this process already holds the XLA device"
-                       f" (taken by {_state.get('started_by', 'a call to torch_xla')}), and it can't be given back."
+                       f" (taken by {by}), and it can't be given back."
                        " Restart the kernel (or the script) and use the `xla_*` verbs before `to_xla` or a tensor on 'xla';"
                        " the other order works.")
 

@@ -390,7 +390,7 @@ class DeviceDL(GetAttr):
         random:RandomState|None=None, # Where cores are threads of one process: this core's own random numbers, for items and transforms
         sharding=None # How batches are split over the cores in SPMD: what torch_xla's loaders call `input_sharding`
     ):
-        self.dl,self.device,self.prefetch,self.random,self.sharding,self.step,self.gathered = dl,device,prefetch,random,sharding,0,False
+        self.dl,self.device,self.prefetch,self.random,self.sharding,self.step,self.loaded,self.gathered = dl,device,prefetch,random,sharding,0,0,False
         self._loader,self._host = None,ExitStack()
 
     def __len__(self): return len(self.dl)
@@ -399,13 +399,14 @@ class DeviceDL(GetAttr):
 
     def _plain(self):
         "Runs in the loader's thread"
-        it = iter(self.dl)
+        it,self.loaded = iter(self.dl),0
         try:
             while True:
                 with self.random.drawing() if self.random is not None else nullcontext(): b = next(it, it)
                 if b is it: return
                 ts = []
                 self._parts.append(take_apart(b, ts))
+                self.loaded += 1
                 yield ts
         except GeneratorExit: pass
         except BaseException as e: self._error = e

@@ -7,7 +7,7 @@ __all__ = ['pack_data', 'unpack_data', 'SendEvents', 'pack_learner', 'unpack_lea
            'check_learner', 'all_cores_options']
 
 # %% ../nbs/08_learner.ipynb #46e23011
-import inspect, threading, time
+import inspect, threading, time, traceback
 from copy import copy, deepcopy
 from functools import partial
 from numbers import Number
@@ -28,9 +28,9 @@ from fastai.torch_core import to_cpu, to_detach
 
 from .callback import look_at_data, xla_callbacks   # the module adds to_xla to Learner
 from .core import check_num_cores, peek_rng, require_free_runtime, require_no_spmd, require_xla, seed_core
-from .data import RandomState, share_out
+from .data import DeviceDL, RandomState, share_out
 from .layers import convert_sync_bn
-from .launch import check_start_method, launch
+from .launch import check_start_method, launch, pickled, uninterrupted
 from .optimizer import pack_opt, unpack_opt
 
 # %% ../nbs/08_learner.ipynb #5e5d7756
@@ -77,7 +77,9 @@ class SendEvents(Callback):
         self.core.send('after_batch', self.learn.iter, self.learn.xla_metrics.read())
     def after_train(self): self.core.send('after_train', self.learn.train_iter)
     def after_validate(self): self.core.send('after_validate')
-    def after_epoch(self): self.core.send('after_epoch', None if self.draws is None else pack_learner(self.learn, self.back), self.draws)
+    def after_epoch(self):
+        self.core.send('after_epoch', None if self.draws is None else pack_learner(self.learn, self.back), self.draws)
+        (self.core.folder/f'epoch{getattr(self.learn, "epoch", 0)}').touch()
     def after_fit(self): self.core.send('after_fit')
 
 # %% ../nbs/08_learner.ipynb #89412563
@@ -131,7 +133,16 @@ def _own(core, learn, *args):
     # what was computed with gradients can't be copied (`WeightDropout` has such weights, callbacks may hold some); its values can
     holders = [learn, *learn.cbs, *learn.metrics, *learn.model.modules(), *L(args[-1].get('cbs'))]
     memo.update({id(o): o.detach() for h in holders for o in _tensors(vars(h)) if not o.is_leaf})
-    return deepcopy((learn, *args), memo)
+    return _copy((learn, *args), memo)
+
+def _copy(o, memo):
+    "A deep copy, but for what can't be copied (a lock, an open file), which the copies share"
+    while True:
+        try: return deepcopy(o, {**memo})
+        except TypeError as e:
+            *_,(f,_) = traceback.walk_tb(e.__traceback__)
+            if f.f_code is not deepcopy.__code__ or id(f.f_locals['x']) in memo: raise
+            memo[id(f.f_locals['x'])] = f.f_locals['x']
 
 def _tensors(o):
     "Tensors in `o` and in the lists, tuples and dicts it holds"
@@ -177,10 +188,40 @@ def _core_cbs(core, cbs, master_cbs=None):
     "The callbacks of the call that run on this core"
     return L(cb for cb in L(cbs) if not isinstance(cb, _display) and (core.is_master or not for_master(cb))) + (L(master_cbs) if core.is_master else L())
 
+def _within(fn, e): return any(f.f_code is fn.__code__ for f,_ in traceback.walk_tb(e.__traceback__))
+
+def _await_master(core, learn, seconds=5):
+    "Before an error is told: an epoch that has ended for this core has ended for the caller, who may still be waiting for the master's learner"
+    mark,end = core.folder/f'epoch{learn.epoch-1}',time.monotonic() + seconds
+    while learn.epoch and not mark.exists() and time.monotonic() < end: time.sleep(.01)
+
+def _doing(e, learn):
+    "What `learn` was doing when `e` was raised, and `e` itself where fastai has lost it"
+    doing,fit = '',_within(Learner._do_fit, e)
+    frames = [f for f,_ in traceback.walk_tb(e.__traceback__)]
+    for f in frames:
+        code,v = f.f_code,f.f_locals
+        if code is Callback.__call__.__code__: doing = f"event `{v['event_name']}` of `{type(v['self']).__name__}`"
+        elif code is DeviceDL._plain.__code__: doing = f"loading batch {v['self'].loaded}"
+        elif code is Learner.one_batch.__code__: doing = f"batch {v['i']}"
+        else: continue
+        if fit and 'batch ' in doing: doing += f" of {'training' if learn.training else 'validation'} in epoch {learn.epoch}"
+    # the message that fastai makes of an exception without arguments is an `IndexError`
+    if isinstance(e, IndexError) and frames[-1].f_code is Callback.__call__.__code__ and not getattr(e.__context__, 'args', 1): e = e.__context__
+    try: said = 'when calling event' in str(e)
+    except Exception: said = False
+    return '' if said else doing,e
+
 def _on_own_learner(core, fn, learn, args, kwargs, draws, opts, in_turn):
     "Call `fn(core, learn, args, kwargs, draws, opts)` with this core's learner"
     torch.set_num_threads(1)   # OpenMP's threads don't survive a fork, and would be waited for
-    return to_cpu(fn(core, *in_turn(partial(_set_up, core, learn, args, kwargs, draws, opts)), opts))   # a tensor on a device would start the caller's runtime
+    learn,*rest = in_turn(partial(_set_up, core, learn, args, kwargs, draws, opts))
+    try: return to_cpu(fn(core, learn, *rest, opts))   # a tensor on a device would start the caller's runtime
+    except BaseException as e:
+        core.doing,own = _doing(e, learn)
+        if fn is _train and not core.is_master and _within(Learner._do_fit, e): _await_master(core, learn)
+        if own is e: raise
+        raise own from own.__cause__
 
 def _train(core, learn, args, kwargs, draws, opts):
     "Train on this core; the master returns what the caller needs"
@@ -301,20 +342,16 @@ def _split_options(kwargs):
 def _on_all_cores(fn, learn, args, kwargs, opts, on_event=None):
     "Results of `fn` (as `_on_own_learner` calls it) on every core"
     vars(learn).pop('loss_grad', None)   # the graph of the last batch
-    sent = learn if opts['method'] == 'fork' else _pickled(learn, args, kwargs)
+    sent = learn if opts['method'] == 'fork' else _pickled(learn, args, kwargs, opts)
     return launch(_on_own_learner, fn, sent, args, kwargs, RandomState(), opts, _serializer(opts['method']), num_cores=opts['n'], start_method=opts['method'], on_event=on_event)
 
-def _pickled(learn, args, kwargs):
+def _pickled(learn, args, kwargs, opts):
     "The learner for spawned cores; a `TypeError` names what can't be sent"
     with learn.removed_cbs(L(cb for cb in learn.cbs if isinstance(cb, _display))):
-        parts = {'the model': learn.model, 'the data': learn.dls, 'the loss function': learn.loss_func, 'the metrics': learn.metrics, 'an argument of the call': (args, kwargs),
+        parts = {'the model': learn.model, 'the data': learn.dls, 'the loss function': learn.loss_func, 'the metrics': learn.metrics, 'an argument of the call': (args, kwargs, opts),
                  **{f'the callback {type(cb).__name__}': {k:v for k,v in vars(cb).items() if k != 'learn'} for cb in learn.cbs}, 'the learner': learn}
-        for name,o in parts.items():
-            try: res = cloudpickle.dumps(o)
-            except Exception as e:
-                raise TypeError(f"start_method='spawn' sends the learner to the cores by pickle, and {name} can't be pickled ({type(e).__name__}: {e}). "
-                                "Use start_method='fork', the default, which needs no pickling") from e
-    return res
+        pickled((args, kwargs, opts), parts)
+        return pickled(learn, parts)
 
 def _xla_run(learn, verb, *args, **kwargs):
     "Call `learn.verb(*args, **kwargs)` on every core and bring the results back"
@@ -328,13 +365,13 @@ def _xla_run(learn, verb, *args, **kwargs):
     with learn.added_cbs(L(cb for cb in L(kwargs.get('cbs')) if isinstance(cb, _display))):
         try: packed,draws = _on_all_cores(_train, learn, args, kwargs, opts, screen)[0]
         except BaseException:
-            vars(learn).update(old)
-            learn._end_cleanup()
-            if screen.last is not None: _bring_back(learn, *screen.last, cbs, opts)
-            if learn.logger is not noop:
-                print(f"The learner is as of the end of epoch {screen.last[0]['attrs'].get('epoch', 0)}" if screen.last is not None else 'The learner is as it was before the call', flush=True)
+            with uninterrupted():
+                vars(learn).update(old)
+                learn._end_cleanup()
+                if screen.last is not None: _bring_back(learn, *screen.last, cbs, opts)
+                if learn.logger is not noop: print(f"The learner is as of the end of epoch {screen.last[0]['attrs'].get('epoch', 0)}" if screen.last is not None else 'The learner is as it was before the call', flush=True)
             raise
-    _bring_back(learn, packed, draws, cbs, opts)
+    with uninterrupted(): _bring_back(learn, packed, draws, cbs, opts)
 
 def _made(cbs): return L(cb() if isinstance(cb, type) else cb for cb in L(cbs))
 
