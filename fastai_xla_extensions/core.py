@@ -317,12 +317,12 @@ def place_like(
     "`t` on `device`"
     device = torch.device(like.device if device is None else device)
     if device.type == 'cpu': return to_host(t)
-    if t.device == device: return t
     t = t.to(device)
     if like is not None and t.shape == like.shape and is_spmd():
         C = require_xla()._XLAC
         how = C._get_xla_op_sharding(like)
-        if how is not None: C._xla_mark_sharding(t, how)   # also where that is whole on each core: without a mark it would be another program
+        # also where that is whole on each core, since without a mark it would be another program; and a tensor that torch has moved already (`load_state_dict`)
+        if how is not None and C._get_xla_sharding_spec(t) == '': C._xla_mark_sharding(t, how)
     return t
 
 def to_host(
