@@ -25,7 +25,7 @@ from .callback import OnXLA, enter_xla   # the module adds detach_xla to Learner
 from .core import is_sharded, move_module, n_cores, place_like, plain, require_xla, start_spmd, sync
 from .data import DeviceDL, share_out
 from .layers import batch_norms, from_partitioned, to_partitioned
-from .optimizer import move_opt
+from .optimizer import _base_opt, move_opt
 
 # %% ../nbs/10_spmd.ipynb #8f4d9ef6
 model_axes = 'model','tensor'   # axes over which the batch is not split
