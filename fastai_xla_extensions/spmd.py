@@ -26,7 +26,7 @@ from .callback import OnXLA, enter_xla   # the module adds detach_xla to Learner
 from .core import host, is_sharded, move_module, n_cores, plain, require_xla, start_spmd, sync
 from .data import DeviceDL, share_out
 from .layers import from_partitioned, to_partitioned
-from .optimizer import move_opt
+from .optimizer import _base_opt, move_opt
 
 # %% ../nbs/10_spmd.ipynb #8f4d9ef6
 model_axes = 'model','tensor'   # axes over which the batch is not split
@@ -161,7 +161,9 @@ def shard_slices(
 def _slices(t):
     "For each core of this host the part of `t` that it has; None if `t` isn't split"
     if not is_sharded(t): return None
-    parts = require_xla()._XLAC._get_local_shard_replica_and_indices([t.detach()])[0]
+    C = require_xla()._XLAC
+    C._xla_wait_device_ops(['SPMD:0'])   # its values may be on their way
+    parts = C._get_local_shard_replica_and_indices([t.detach()])[0]
     return [tuple((o.start,o.stop) for o in idx) if isinstance(idx, (list, tuple)) else None for _,idx in parts]
 
 def find_spec(
@@ -444,7 +446,7 @@ def sharding_summary(self:Learner)->ShardingSummary:
     "For each parameter, buffer, gradient and state of the optimizer: its shape, what a core has of it, bytes, and the axes that split it; a `RuntimeError` unless `to_spmd` was called. Between steps there are no gradients: in one, each is split as its parameter"
     if not isinstance(self, OnSPMD): raise RuntimeError("sharding_summary describes a learner in SPMD mode: call `learn.to_spmd()` first")
     sync()
-    rows,m,state = [],self.xla_mesh,{} if self.opt is None else self.opt.state
+    rows,m,state = [],self.xla_mesh,{} if self.opt is None else _base_opt(self.opt).state
     for n,p in self.model.named_parameters():
         rows.append(_row(n, 'parameter', p, m))
         if p.grad is not None: rows.append(_row(n, 'gradient', p.grad, m))
