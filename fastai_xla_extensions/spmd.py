@@ -25,7 +25,7 @@ from fastai.torch_core import find_bs
 from .callback import OnXLA, enter_xla   # the module adds detach_xla to Learner
 from .core import host, is_sharded, move_module, n_cores, plain, require_xla, start_spmd, sync
 from .data import DeviceDL, share_out
-from .layers import from_partitioned, to_partitioned
+from .layers import batch_norms, from_partitioned, to_partitioned
 from .optimizer import _base_opt, move_opt
 
 # %% ../nbs/10_spmd.ipynb #8f4d9ef6
