@@ -24,7 +24,7 @@ from fastai.torch_core import find_bs
 
 from .callback import OnXLA, enter_xla   # the module adds detach_xla to Learner
 from .core import host, is_sharded, move_module, n_cores, plain, require_xla, start_spmd, sync
-from .data import DeviceDL, share_out
+from .data import share_out
 from .layers import batch_norms, from_partitioned, to_partitioned
 from .optimizer import _base_opt, move_opt
 
@@ -426,7 +426,7 @@ class ShardingSummary(list):
     def _table(self):
         yield 'name','kind','shape','a core has','split over','KiB a core'
         for r in self:
-            split = '-' if r.spec is None or not any(r.spec) else ', '.join('' if o is None else o if isinstance(o, str) else '+'.join(o) for o in r.spec).strip()
+            split = '' if r.spec is None or not any(r.spec) else ' x '.join('-' if o is None else o if isinstance(o, str) else '+'.join(o) for o in r.spec)
             yield r.name,r.kind,'x'.join(map(str, r.shape)) or '1','x'.join(map(str, r.shard)) or '1',split,f'{r.per_core/1024:.1f}'
     def _sums(self): return [f"{k}: {self.per_core(k)/2**20:.2f} of {self.total(k)/2**20:.2f} MiB ({self.per_core(k)/max(1, self.total(k)):.0%})" for k in self.kinds]
     def __repr__(self):

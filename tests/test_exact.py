@@ -1,5 +1,4 @@
 "Losses, BatchNorm, padding, random numbers and awkward sizes on several cores"
-import pytest
 from helpers import run_code
 from test_loaders import SETUP
 

@@ -1,6 +1,6 @@
 "What users of other libraries have met, and every verb by both ways to start the cores; the numbers of cases are those of the survey"
-import json, time
-from textwrap import dedent, indent
+import time
+from textwrap import indent
 import pytest
 from helpers import run_code
 from test_fit import START

@@ -1,5 +1,4 @@
 "Every kind of loader on several cores: the samples of one core with the large batch, and fastai's numbers"
-import pytest
 from helpers import run_code
 
 SETUP = '''

@@ -1,6 +1,5 @@
 "In SPMD mode the computation is split over the cores, not only the storage: read from the programs that XLA made"
 import re
-from math import prod
 import pytest
 from helpers import run_code
 
