@@ -87,7 +87,9 @@ def run(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp('spmd_files')
     (tmp_path/'lib').mkdir(); (tmp_path/'cwd').mkdir()
     (tmp_path/'lib'/'common.py').write_text(common, encoding='utf-8')
-    return lambda code, cores=8: run_code(code, env={'PYTHONPATH': f"{ROOT}:{tmp_path/'lib'}", 'FASTAI_XLA_CORES': cores}, cwd=tmp_path/'cwd')
+    def _run(code): return run_code(code, env={'PYTHONPATH': f"{ROOT}:{tmp_path/'lib'}", 'FASTAI_XLA_CORES': 8}, cwd=_run.cwd)
+    _run.cwd = tmp_path/'cwd'
+    return _run
 
 @pytest.fixture(scope='module')
 def saved(run):
@@ -248,6 +250,8 @@ def test_sharded_checkpoints(saved):
     f = learn.save_sharded('run', step=1, wait=False)
     fit(learn, 3)
     assert f.result() == Path('models/run/1') and f.done()
+    equal(record(learn.load_sharded('run')), rec)
+    fit(learn, 3)
     rec2 = record(learn)
     fs = [learn.save_sharded('run', step=i, keep=2, wait=False) for i in (2,3)]
     learn.load_sharded('run', step=3)   # waits
@@ -382,4 +386,6 @@ def test_sharded_checkpoints(saved):
     fails(FileNotFoundError, 'Steps in models/run: 1, 3, 10', learn.load_sharded, 'run', step=11)
     learn.save_sharded('run', step=12, keep=2)
     assert sorted(o.name for o in Path('models/run').iterdir()) == ['10', '12']
+    learn.save_sharded('last', wait=False)   # Python waits for it at its end
     ''')
+    assert (saved.cwd/'models'/'last'/'.metadata').exists() and not list((saved.cwd/'models').glob('.*'))
