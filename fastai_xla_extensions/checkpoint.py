@@ -211,8 +211,9 @@ def _in_background(root, write):
     f = _saving[root] = Saving()
     def run():
         try:
-            f.set_result(write())
-            if _saving.get(root) is f: del _saving[root]
+            res = write()
+            _saving.pop(root, None)   # before anybody can hear of it, and start the next one
+            f.set_result(res)
         except BaseException as e:
             f.set_exception(e)
             warnings.warn(f"save_sharded: {type(e).__name__}: {e}")
