@@ -238,6 +238,12 @@ class Split:
         for t in (out if isinstance(out, (tuple, list)) else [out]):
             if isinstance(t, Tensor) and t.ndim > 1 and len(t) == self.bs and t.device.type == 'xla': self.mesh.mark_output(t)
 
+    def mark_gradients(self):
+        "Each is split as its parameter, whatever it was computed from"
+        C = require_xla()._XLAC
+        for p in self.model.parameters():
+            if p.grad is not None and is_sharded(p): C._xla_annotate_custom_sharding(p.grad, C._get_xla_op_sharding(p))
+
     def undo(self):
         for h in self.handles: h.remove()
         undo_recompute(self.again)
@@ -298,9 +304,10 @@ def undo_recompute(
 
 # %% ../nbs/10_spmd.ipynb #14813ad3
 class XLASplit(Callback):
-    "Tell the hooks of the model how many samples the batch has"
+    "Tell the hooks of the model how many samples the batch has, and split the gradients"
     order = -9.6
     def before_batch(self): self.learn.xla_split.bs = find_bs(self.learn.xb)
+    def after_backward(self): self.learn.xla_split.mark_gradients()
 
 class OnSPMD(OnXLA):
     "What a learner does differently in SPMD mode"
