@@ -242,7 +242,8 @@ class Split:
         "Each is split as its parameter, whatever it was computed from"
         C = require_xla()._XLAC
         for p in self.model.parameters():
-            if p.grad is not None and is_sharded(p): C._xla_annotate_custom_sharding(p.grad, C._get_xla_op_sharding(p))
+            own = None if p.grad is None else C._get_xla_op_sharding(p)
+            if own is not None: C._xla_annotate_custom_sharding(p.grad, own)
 
     def undo(self):
         for h in self.handles: h.remove()
