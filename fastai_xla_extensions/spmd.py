@@ -7,7 +7,7 @@ __all__ = ['model_axes', 'small', 'check_mesh', 'default_spec', 'param_specs', '
            'find_modules', 'recompute', 'undo_recompute', 'XLASplit', 'OnSPMD', 'ShardRow', 'ShardingSummary']
 
 # %% ../nbs/10_spmd.ipynb #31a82dec
-import re
+import re, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -190,6 +190,18 @@ class _Join(torch.autograd.Function):
         require_xla()._XLAC._xla_annotate_custom_sharding(g, ctx.own)
         return g,None,None
 
+def _rename(sd, prefix, old, new):
+    items = [(prefix+new+k[len(prefix+old):] if k.startswith(prefix+old) and not (new and k.startswith(prefix+new)) else k, v) for k,v in sd.items()]
+    sd.clear(); sd.update(items)   # in their order
+
+def _own_names(model):
+    "Let what torch_xla's wrapper is around be saved under its own names, and loaded from them. Returns handles"
+    # not loaded: nobody has one
+    cls = vars(sys.modules.get('torch_xla.experimental.spmd_fully_sharded_data_parallel') or object).get('SpmdFullyShardedDataParallel', ())
+    ms = [m for m in model.modules() if isinstance(m, cls)]
+    return [h for m in ms for h in (m.register_state_dict_post_hook(lambda m, sd, prefix, _: _rename(sd, prefix, '_orig_module.', '')),
+                                    m.register_load_state_dict_pre_hook(lambda m, sd, prefix, *_: _rename(sd, prefix, '', '_orig_module.')))]
+
 class Split:
     "What a model does in SPMD mode, until `undo`"
     def __init__(self,
@@ -198,7 +210,7 @@ class Split:
         specs:dict,      # For each parameter how it is split
         remat=None       # Which modules compute their activations again in the backward pass: classes, or a pattern of names
     ):
-        self.model,self.mesh,self.bs,self.handles = model,mesh,0,[]
+        self.model,self.mesh,self.bs,self.handles = model,mesh,0,_own_names(model)
         C = require_xla()._XLAC
         by_id = {id(p): specs[n] for n,p in model.named_parameters()}
         for m in model.modules():
