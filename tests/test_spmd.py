@@ -123,10 +123,10 @@ def test_equal_deep():
     same('conv', learner(conv, x=images), ALL)
 
     class Transformer(Module):
-        def __init__(self): self.emb,self.enc,self.head = nn.Embedding(20, 32),nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0., batch_first=True), 2),nn.Linear(32, 2)
+        def __init__(self, n=2): self.emb,self.enc,self.head = nn.Embedding(20, 32),nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0., batch_first=True), n),nn.Linear(32, 2)
         def forward(self, x): return self.head(self.enc(self.emb(x)).mean(1))
-    same('transformer', learner(Transformer, Adam, .001, x=torch.randint(0, 20, (120,5))), tol=1e-4, epochs=1)
-    same('transformer, remat', learner(Transformer, x=torch.randint(0, 20, (120,5)), n_train=80, n_valid=32), ((2,4),), epochs=1, remat=nn.TransformerEncoderLayer)
+    same('transformer', learner(Transformer, Adam, .001, x=torch.randint(0, 20, (120,5)), n_valid=13), tol=1e-4, epochs=1)
+    same('transformer, remat', learner(partial(Transformer, 1), x=torch.randint(0, 20, (120,5)), n_valid=16), ((2,4),), epochs=1, remat=nn.TransformerEncoderLayer)
 
     class UNet(Module):
         def __init__(self): self.a,self.b,self.c,self.d = ConvLayer(3,8),ConvLayer(8,16,stride=2),PixelShuffle_ICNR(16,8),nn.Conv2d(16,2,1)
@@ -141,23 +141,23 @@ def test_equal_deep():
     words = ' '.join(list(topics.values())[:6]).split()[:600]
     vocab = sorted(set(words)); ids = torch.tensor([vocab.index(w) for w in words])
     texts = [ids[i:i+50] for i in range(0, 600, 50)]
-    conf = dict(emb_sz=8, n_hid=12, n_layers=2, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=0.)
+    conf = dict(emb_sz=8, n_hid=12, n_layers=1, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=0.)
     def still(m):
         "No weight dropout (fastai's fails for a probability of 0)"
         for o in m.modules():
             if isinstance(o, WeightDropout): o.eval(); o.train = lambda mode=True: None
         return m
     def lm():
-        d = DataLoaders(LMDataLoader(texts[:8], bs=8, seq_len=10, num_workers=0), LMDataLoader(texts[8:], bs=8, seq_len=10, num_workers=0), device='cpu')
+        d = DataLoaders(LMDataLoader(texts[:8], bs=8, seq_len=5, num_workers=0), LMDataLoader(texts[8:], bs=8, seq_len=5, num_workers=0), device='cpu')
         m = still(get_language_model(AWD_LSTM, len(vocab), config={**conf, 'tie_weights':True, 'out_bias':True}))
         return Learner(d, m, loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=1., metrics=[accuracy, Perplexity()], cbs=rnn_cbs(alpha=2, beta=1))
     l,_ = same('language model', lm, epochs=1)
     assert l.model[1].decoder.weight is l.model[0].encoder.weight
-    docs = [(TensorText(ids[i*7:i*7+8]), TensorCategory(i%2)) for i in range(60)]
+    docs = [(TensorText(ids[i*7:i*7+4]), TensorCategory(i%2)) for i in range(56)]
     def clas():
-        kw = dict(before_batch=Pad_Chunk(seq_len=8, pad_first=True), num_workers=0, bs=16)
-        d = DataLoaders(SortedDL(docs[:43], shuffle=True, res=[8]*43, **kw), SortedDL(docs[43:], res=[8]*17, **kw), device='cpu')
-        m = still(get_text_classifier(AWD_LSTM, len(vocab), 2, seq_len=8, config=conf, max_len=100, lin_ftrs=[8], ps=[0.]))
+        kw = dict(before_batch=Pad_Chunk(seq_len=4, pad_first=True), num_workers=0, bs=16)
+        d = DataLoaders(SortedDL(docs[:43], shuffle=True, res=[4]*43, **kw), SortedDL(docs[43:], res=[4]*13, **kw), device='cpu')
+        m = still(get_text_classifier(AWD_LSTM, len(vocab), 2, seq_len=4, config=conf, max_len=100, lin_ftrs=[8], ps=[0.]))
         return Learner(d, m, loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=.1, metrics=[accuracy, F1Score()], cbs=rnn_cbs())
     same('text classifier', clas, epochs=1)
     ''')
@@ -342,6 +342,15 @@ def test_sharding():
     assert (vec(l).cpu() == w).all()
     r = make(learner()); r.path = l.path; r.load('wrapped'); assert near(vec(r), w)   # and into the plain model
     l.detach_spmd()
+    def nested():
+        m = mlp().to('xla')
+        for i in (0,2): m[i] = FSDP(m[i], mesh=mesh)
+        return Learner(dls(), FSDP(m, mesh=mesh), loss_func=CrossEntropyLossFlat(), opt_func=momentum, lr=.1, metrics=accuracy)
+    l = make(nested).to_spmd(mesh)
+    test_eq(list(l.model.state_dict()), keys)
+    l.path = r.path; l.load('wrapped'); assert (vec(l).cpu() == w).all()
+    l.detach_spmd()
+    assert all('_orig_module' in k for k in l.model.state_dict())   # the wrapper's own way again
     ''')
 
 def test_inputs():
@@ -468,7 +477,7 @@ def test_counts():
         usual = np.median(inside, axis=0); test_eq(list(usual[[0,1,3,4]]), [1,0,0,0]); assert usual[2] <= 3, usual
         reads = inside[:,1].sum(); blocks = 450/60
         assert reads <= (2*took + 10 if bar else 0) + blocks, (reads, took)
-        extra = (inside[:,0] > 1).sum(); assert extra <= reads, (extra, reads)
+        test_eq(inside[:,0].max(), 1)
         test_eq(list(inside[:,3:].sum(0)), [0,0])
         first = rows[:90,3]; assert first[-1] == first[1], first[:5]          # from the second batch on
         assert rows[-1,3] == rows[90,3], rows[::90,3]                         # and after the first validation, nothing at all
