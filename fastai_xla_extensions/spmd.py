@@ -7,7 +7,7 @@ __all__ = ['model_axes', 'small', 'check_mesh', 'default_spec', 'param_specs', '
            'Split', 'find_modules', 'recompute', 'undo_recompute', 'XLASplit', 'OnSPMD', 'ShardRow', 'ShardingSummary']
 
 # %% ../nbs/10_spmd.ipynb #31a82dec
-import re
+import re, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -215,6 +215,18 @@ def _annotated(t, spec):
     require_xla()._XLAC._xla_annotate_custom_sharding(t, spec)
     return t
 
+def _rename(sd, prefix, old, new):
+    items = [(prefix+new+k[len(prefix+old):] if k.startswith(prefix+old) and not (new and k.startswith(prefix+new)) else k, v) for k,v in sd.items()]
+    sd.clear(); sd.update(items)   # in their order
+
+def _own_names(model):
+    "Let what torch_xla's wrapper is around be saved under its own names, and loaded from them. Returns handles"
+    # not loaded: nobody has one
+    cls = vars(sys.modules.get('torch_xla.experimental.spmd_fully_sharded_data_parallel') or object).get('SpmdFullyShardedDataParallel', ())
+    ms = [m for m in model.modules() if isinstance(m, cls)]
+    return [h for m in ms for h in (m.register_state_dict_post_hook(lambda m, sd, prefix, _: _rename(sd, prefix, '_orig_module.', '')),
+                                    m.register_load_state_dict_pre_hook(lambda m, sd, prefix, *_: _rename(sd, prefix, '', '_orig_module.')))]
+
 class Split:
     "What a model does in SPMD mode, until `undo`"
     def __init__(self,
@@ -223,7 +235,7 @@ class Split:
         specs:dict,      # For each parameter how it is split
         remat=None       # Which modules compute their activations again in the backward pass: classes, or a pattern of names
     ):
-        self.model,self.mesh,self.bs,self.handles = model,mesh,0,[]
+        self.model,self.mesh,self.bs,self.handles = model,mesh,0,_own_names(model)
         C = require_xla()._XLAC
         by_id = {id(p): specs[n] for n,p in model.named_parameters()}
         for m in model.modules():
@@ -262,6 +274,13 @@ class Split:
     def _mark(self, m, args, out):
         for t in (out if isinstance(out, (tuple, list)) else [out]):
             if isinstance(t, Tensor) and t.ndim > 1 and len(t) == self.bs and t.device.type == 'xla': self.mesh.mark_output(t)
+
+    def mark_gradients(self):
+        "Each is split as its parameter, whatever it was computed from"
+        C = require_xla()._XLAC
+        for p in self.model.parameters():
+            own = None if p.grad is None else C._get_xla_op_sharding(p)
+            if own is not None: C._xla_annotate_custom_sharding(p.grad, own)
 
     def undo(self):
         for h in self.handles: h.remove()
@@ -323,9 +342,10 @@ def undo_recompute(
 
 # %% ../nbs/10_spmd.ipynb #14813ad3
 class XLASplit(Callback):
-    "Tell the hooks of the model how many samples the batch has"
+    "Tell the hooks of the model how many samples the batch has, and split the gradients"
     order = -9.6
     def before_batch(self): self.learn.xla_split.bs = find_bs(self.learn.xb)
+    def after_backward(self): self.learn.xla_split.mark_gradients()
 
 class OnSPMD(OnXLA):
     "What a learner does differently in SPMD mode"
