@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import numpy as np, torch
 import torch.utils.data
 from torch import Tensor
+from fastcore.foundation import L
 from fastcore.basics import GetAttr, chunked, noop
 from fasttransform import Pipeline
 from fastcore.xtras import is_listy
@@ -247,10 +248,14 @@ def on_host(
 ):
     "Run the batch transforms of `dl` on the CPU: in the background, before the upload"
     old = dl.device
-    if old is None or old.type == 'cpu': yield dl; return
-    dl.device = torch.device('cpu')   # takes the tensors of the transforms along (`Normalize`)
+    # the tensors of transforms (`Normalize`) may be elsewhere than the loader, if they belong to another one as well, as those of a `test_dl` do
+    tfms = next((t.device for f in getattr(dl.after_batch, 'fs', ()) for a in L(getattr(f, 'parameters', None)) if isinstance(t := getattr(f, a, None), Tensor)), old)
+    if all(d is None or d.type == 'cpu' for d in (old, tfms)): yield dl; return
+    dl.device = torch.device('cpu')   # takes them along
     try: yield dl
-    finally: dl.device = old
+    finally:
+        dl.device = tfms
+        dl._device = old
 
 # %% ../nbs/04_data.ipynb #4f99d4b8
 _loader_settings = 'collate_fn timeout worker_init_fn multiprocessing_context prefetch_factor'.split()
