@@ -233,10 +233,11 @@ def test_sharded_checkpoints(saved):
 
     def sockets(): return sorted(os.readlink(f'/proc/self/fd/{o}') for o in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{o}') and 'socket' in os.readlink(f'/proc/self/fd/{o}'))
     def names(d='models'): return sorted(o.name for o in Path(d).iterdir())
+    def environ(): return {k: v for k,v in os.environ.items() if k != 'SKIP_MEGASCALE_PJRT_CLIENT'}   # torch_xla sets it for a moment and may leave it, where two threads do so
     def threads(): return {o.name for o in threading.enumerate()}
     learn = fit(learner().to_spmd((4,2)), 1)
     learn.save_sharded('first')
-    sds,env,ths,before = sockets(),dict(os.environ),threads(),names()
+    sds,env,ths = sockets(),environ(),threads()
 
     # each core's part is in the folder once: no more bytes than the whole
     size = sum(t.numel()*t.element_size() for t in [*learn.model.state_dict().values(), *[v for s in base(learn.opt).state.values() for v in s.values() if isinstance(v, Tensor)]])
@@ -370,7 +371,8 @@ def test_sharded_checkpoints(saved):
     fails(ValueError, '://', learn.save_sharded, 'gs://bucket/x')
     assert Path('models/empty/notes').read_text() == 'mine' and not Path('models/y').exists() and not Path('gs:').exists()
 
-    assert sockets() == sds and dict(os.environ) == env and not dist.is_initialized() and threads() <= ths, (sockets(), threads())
+    assert set(sockets()) <= set(sds) and not dist.is_initialized() and threads() <= ths, (sockets(), sds, threads(), ths)
+    assert environ() == env, environ().items() ^ env.items()
     assert not [o for o in warnings.filters if 'TypedStorage' in str(o) or 'non-tuple' in str(o)]
 
     # killed while it writes
