@@ -56,7 +56,14 @@ class XLAFlush(Callback):
     order = 1000
     def _flush(self):
         if world_size() > 1: sync()
-    before_epoch = before_validate = after_batch = after_train = after_validate = after_epoch = _flush
+    before_epoch = before_validate = after_train = after_validate = after_epoch = _flush
+    def after_batch(self):
+        self._flush()
+        if self.training and self.learn.opt is not None: self._ready()
+    def _ready(self):
+        "A callback may have saved or exported on one core: the next step's program is the same on all of them"
+        opt_form(self.learn.opt)
+        opt_ready(self.learn.opt)
     def before_fit(self):
         # hooks that read a value in the middle of a forward pass (`ActivationStats`) must not find a reduction pending
         if any(isinstance(m, SyncBatchNorm) and m.across for m in self.learn.model.modules()):
@@ -67,7 +74,8 @@ class XLAFlush(Callback):
     def after_fit(self):
         for h in vars(self).pop('cuts', []): h.remove()
     def before_train(self):
-        self._flush()
+        sync()
+        self._ready()
         if self.learn.xla_seed is None: same_draws(self.learn.dl, self.learn.xla_device)
 
 # %% ../nbs/06_callback.ipynb #d2b57767
@@ -79,10 +87,6 @@ class XLAOptCallback(Callback):
         if self.learn.opt is not None: self._check_opt()
         opt_form(self.learn.opt)
         broadcast_model(self.learn.model)
-
-    def before_train(self):
-        opt_form(self.learn.opt)   # `export` makes a new one
-        opt_ready(self.learn.opt)
 
     def _check_opt(self):
         "`model.to('xla')` makes new parameters, and an optimizer with the old ones trains nothing, without an error"
@@ -410,7 +414,9 @@ def _place(learn, device):
 def _own_forms(learn):
     "Optimizer and metrics as fastai made them"
     own_opt_form(learn.opt)
-    for m in [*learn.metrics, *[v for cb in learn.cbs for v in vars(cb).values() if on_device(v)]]: to_own_form(m)
+    for m in _metrics(learn): to_own_form(m)
+
+def _metrics(learn): return [m for m in [*learn.metrics, *[v for cb in learn.cbs for v in vars(cb).values()]] if on_device(m)]
 
 def _move_loss(loss_func, device):
     "The loss with its tensors on `device`: those that `to` moves, others that a module holds (`FocalLoss`), keywords of a `partial`. A `partial` is made anew"
@@ -554,6 +560,8 @@ class OnXLA:
     def _plain_learner(self):
         "This learner as it would be without XLA, for the time of an `export`; all tensors stay where they are"
         cls,dls,cbs = type(self),self.dls,L(cb for cb in self.cbs if isinstance(cb, xla_callbacks) or getattr(type(cb), 'of_this_call', False))
+        self.xla_metrics.read()   # in the middle of a fit
+        metrics,smooth = _metrics(self),getattr(self, 'recorder', None) and vars(self.recorder.smooth_loss).get('_on')
         with self.removed_cbs(cbs):
             mine = {k: vars(self).pop(k) for k in _settings if k in vars(self)}
             self.dls = copy(dls)
@@ -567,6 +575,8 @@ class OnXLA:
                 self.__class__,self.dls = cls,dls
                 to_static(self.model)
                 self.cbs.map(xla_form)
+                for m in metrics: to_device_form(m, self.loss_func)
+                if smooth is not None: self.recorder.smooth_loss._on = smooth
                 vars(self).update(mine)
                 if not isinstance(getattr(self, 'dl', None), DeviceDL): _set_dls_devices(dls, _dls_devices(dls))   # the transforms are shared with the exported loaders
 
