@@ -256,7 +256,7 @@ def save_sharded(self:Learner,
         tensors.update(opt)
     shapes = {k: tuple(t.shape) for k,t in tensors.items()}
     sync()
-    require_xla()._XLAC._xla_wait_device_ops([])
+    require_xla()._XLAC._xla_wait_device_ops(['SPMD:0'])
     if not wait: tensors = {k: _on_host(t) for k,t in tensors.items()}
     root.parent.mkdir(parents=True, exist_ok=True)
     write = lambda: _save(folder, tensors, info, shapes, step, keep)
