@@ -386,13 +386,15 @@ def _n_global(learn):
 _xla_forms = {MixedPrecision: XLAMixedPrecision, GradientAccumulation: XLAGradientAccumulation, TerminateOnNaNCallback: XLATerminateOnNaN, CutMix: XLACutMix, ChannelsLast: XLAChannelsLast,
               ProgressCallback: XLAProgress}
 
+def _set_class(cb, cls): object.__setattr__(cb, '__class__', cls)   # a `Callback`'s own warns that learners have a `__class__`, too
+
 def xla_form(
     cb:Callback # Any callback
 )->Callback:
     "`cb` in the form that works on XLA, the same object"
     if type(cb) is MixedPrecision and cb.amp_mode == AMPMode.FP16 and is_master(): print('float16 needs CUDA: bfloat16 is used instead')
     if type(cb) is ChannelsLast and is_master(): print('ChannelsLast does nothing on XLA, which chooses memory formats itself')
-    if type(cb) in _xla_forms: cb.__class__ = _xla_forms[type(cb)]
+    if type(cb) in _xla_forms: _set_class(cb, _xla_forms[type(cb)])
     return cb
 
 def own_form(
@@ -400,7 +402,7 @@ def own_form(
 )->Callback:
     "`cb` as it was before `xla_form`; one that was made for XLA stays as it is"
     for cls,form in _xla_forms.items():
-        if type(cb) is form and not getattr(cb, 'made_for_xla', False): cb.__class__ = cls
+        if type(cb) is form and not getattr(cb, 'made_for_xla', False): _set_class(cb, cls)
     return cb
 
 # %% ../nbs/06_callback.ipynb #081db821
