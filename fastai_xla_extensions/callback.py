@@ -85,7 +85,6 @@ class XLAOptCallback(Callback):
     def before_fit(self):
         if not hasattr(self.learn, 'xla_sync'): self.learn.add_cb(XLASync())   # composed by hand
         if self.learn.opt is not None: self._check_opt()
-        opt_form(self.learn.opt)
         broadcast_model(self.learn.model)
 
     def _check_opt(self):

@@ -7,11 +7,13 @@ __all__ = ['require_xla', 'runtime_started', 'require_free_runtime', 'emulate_co
            'check_num_cores', 'ordinal', 'world_size', 'is_spmd', 'host', 'is_master', 'cores_in_process',
            'local_cores', 'xla_device', 'sync', 'enter_core', 'serialize_steps', 'all_reduce', 'all_gather',
            'rendezvous', 'broadcast_model', 'seed_core', 'peek_rng', 'start_spmd', 'require_no_spmd', 'upload',
-           'is_sharded', 'place_like', 'to_host', 'move_module', 'device_type', 'plain', 'xla_autograd']
+           'is_sharded', 'place_like', 'to_host', 'move_module', 'device_type', 'class_in_front', 'plain',
+           'xla_autograd']
 
 # %% ../nbs/00_core.ipynb #da50cc79
 import importlib.metadata, os, random, sys, threading
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -373,6 +375,15 @@ def device_type(
     t = next(iter(m.parameters()), None)
     if t is None: t = next(iter(m.buffers()), None)
     return 'cpu' if t is None else t.device.type
+
+# %% ../nbs/00_core.ipynb #567ad59b
+@lru_cache(maxsize=None)
+def class_in_front(
+    cls:type,  # Of an object
+    mixin:type # What it does differently
+)->type:
+    "`cls` with `mixin` in front, always the same class for the two; `plain_class` is the way back"
+    return type(cls.__name__, (mixin, cls), dict(plain_class=cls, __doc__=cls.__doc__))
 
 # %% ../nbs/00_core.ipynb #ec4ee69c
 def plain(

@@ -25,7 +25,6 @@ from fastai.learner import Learner, Recorder
 from .data import share_out
 from .learner import (Screen, SendEvents, _check_call, _core_cbs, _on_all_cores, _split_options, _travelling, all_cores_options, describe, for_master, pack_data,
                                            unpack_data)
-from .metrics import sum_over_cores
 
 # %% ../nbs/09_inference.ipynb #11f6e3e3
 class _Elsewhere:
@@ -179,7 +178,7 @@ class XLALRFinder(LRFinder):
     def before_fit(self): ParamScheduler.before_fit(self); self.best_loss = float('inf')
     def after_batch(self):
         ParamScheduler.after_batch(self)
-        loss = sum_over_cores([self.smooth_loss])[0]
+        loss = float(self.smooth_loss)   # that of all cores
         self.best_loss = min(self.best_loss, loss)
         if (loss > 4*self.best_loss and self.stop_div) or self.train_iter >= self.num_it: raise CancelFitException()
     def after_fit(self): pass

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .core import all_reduce, world_size
+from .core import all_reduce, class_in_front, world_size
 
 # %% ../nbs/03_layers.ipynb #27472978
 def _sum_over_cores(t):
@@ -22,6 +22,12 @@ def _sum_over_cores(t):
     if world_size() == 1: return t
     from torch_xla.core.functions import AllReduceSumLayer   # the backward pass of its `all_reduce` would leave the other cores' part out
     return AllReduceSumLayer.apply(t)
+
+def _per_feature(x): return [1,-1]+[1]*(x.dim()-2)
+
+def _affine(m, y):
+    "`y` with the weight and the bias that `m` has for each feature"
+    return y*m.weight.view(_per_feature(y)) + m.bias.view(_per_feature(y)) if m.affine else y
 
 class SyncBatchNorm(_BatchNorm):
     "BatchNorm with the statistics of all cores' samples; same parameters, buffers and names as torch's"
@@ -37,9 +43,9 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
             if x.device.type != 'xla': return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0., self.eps)
-            shape = [1,-1]+[1]*(x.dim()-2)   # in SPMD the partitioner can't split torch_xla's own
+            shape = _per_feature(x)   # in SPMD the partitioner can't split torch_xla's own
             return self._scale(x.float() - self.running_mean.view(shape), self.running_var, shape).to(x.dtype)
-        dims,shape = [0,*range(2, x.dim())],[1,-1]+[1]*(x.dim()-2)
+        dims,shape = [0,*range(2, x.dim())],_per_feature(x)
         xf = x.float()
         if self.mask is None: w,n = None,x.new_full((1,), float(x.numel()//x.shape[1]), dtype=torch.float32)
         else:
@@ -55,9 +61,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.training and self.track_running_stats: self._update(mean.detach(), var.detach(), n)
         return self._scale(d, var, shape).to(x.dtype)
 
-    def _scale(self, d, var, shape):
-        y = d*torch.rsqrt(var+self.eps).view(shape)
-        return y*self.weight.view(shape) + self.bias.view(shape) if self.affine else y
+    def _scale(self, d, var, shape): return _affine(self, d*torch.rsqrt(var+self.eps).view(shape))
 
     @torch.no_grad()
     def _update(self, mean, var, n):
@@ -217,14 +221,9 @@ class _PlainLayerNorm:
 class _PlainGroupNorm:
     "In front of `nn.GroupNorm`, for the same reason"
     def forward(self, x):
-        y = _normalized(x.view(len(x), self.num_groups, -1), -1, self.eps).view(x.shape)
-        if self.affine:
-            shape = [1,-1]+[1]*(x.dim()-2)
-            y = y*self.weight.view(shape) + self.bias.view(shape)
-        return y.to(x.dtype)
+        return _affine(self, _normalized(x.view(len(x), self.num_groups, -1), -1, self.eps).view(x.shape)).to(x.dtype)
 
 _split_forms = {nn.LayerNorm: _PlainLayerNorm, nn.GroupNorm: _PlainGroupNorm, nn.MultiheadAttention: _BatchFirstAttention, nn.Linear: _WholeLinear, nn.modules.linear.NonDynamicallyQuantizableLinear: _WholeLinear}
-_split_classes = {}
 def to_partitioned(
     m:nn.Module # Changed in place
 )->nn.Module:
@@ -233,9 +232,7 @@ def to_partitioned(
         cls = type(o)
         # timm has classes of the same names and with the same values
         form = _split_forms.get(cls) or next((f for c,f in _split_forms.items() if cls.__module__.startswith('timm.') and c in (nn.LayerNorm, nn.GroupNorm) and issubclass(cls, c) and cls.__name__ == c.__name__), None)
-        if form is None: continue
-        if cls not in _split_classes: _split_classes[cls] = type(cls.__name__, (form, cls), dict(plain_class=cls))
-        o.__class__ = _split_classes[cls]
+        if form is not None: o.__class__ = class_in_front(cls, form)
     return m
 
 def from_partitioned(
@@ -243,5 +240,5 @@ def from_partitioned(
 )->nn.Module:
     "Undo `to_partitioned`"
     for o in m.modules():
-        if type(o) in _split_classes.values(): o.__class__ = type(o).plain_class
+        if isinstance(o, tuple(_split_forms.values())): o.__class__ = type(o).plain_class
     return m

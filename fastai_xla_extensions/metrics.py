@@ -21,7 +21,7 @@ from fastai.losses import BaseLoss, FocalLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import accuracy, accuracy_multi, error_rate, mae, mse, msle, top_k_accuracy
 from fastai.torch_core import apply, find_bs
 
-from .core import all_gather, all_reduce, plain, sync, world_size, xla_device
+from .core import all_gather, all_reduce, class_in_front, plain, sync, world_size, xla_device
 from .data import Shares
 
 # %% ../nbs/05_metrics.ipynb #206af983
@@ -180,12 +180,6 @@ class _SmoothOnDevice:
     @property
     def value(self): return super().value if '_on' not in vars(self) else self._on.value
 
-_metric_classes = {}
-def _device_class(cls):
-    if cls not in _metric_classes:
-        _metric_classes[cls] = type(cls.__name__, (_SmoothOnDevice if cls is AvgSmoothLoss else _OnDevice, cls), dict(plain_class=cls, __doc__=cls.__doc__))
-    return _metric_classes[cls]
-
 def on_device(
     m # A metric
 )->bool:
@@ -197,7 +191,8 @@ def to_device_form(
     loss_func # The learner's
 ):
     "Let `m` add up on the device, if it is fastai's own average of a known function"
-    if type(m) is AvgSmoothLoss or type(m) in (AvgLoss, AvgMetric) and adds_up(m, loss_func): m.__class__ = _device_class(type(m))
+    if type(m) is AvgSmoothLoss: m.__class__ = class_in_front(AvgSmoothLoss, _SmoothOnDevice)
+    elif type(m) in (AvgLoss, AvgMetric) and adds_up(m, loss_func): m.__class__ = class_in_front(type(m), _OnDevice)
 
 def read_totals(
     metrics # Some of them in the form for the device

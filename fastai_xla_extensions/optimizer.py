@@ -20,7 +20,7 @@ from fastai.optimizer import (Lookahead, OptimWrapper, Optimizer, adam_step, ave
                               momentum_step, qhadam_step, radam_step, rms_prop_step, sgd_step, step_stat, weight_decay)
 from fastai.torch_core import apply, to_cpu
 
-from .core import all_reduce, is_sharded, place_like, sync, upload, world_size
+from .core import all_reduce, class_in_front, is_sharded, place_like, sync, upload, world_size
 
 # %% ../nbs/02_optimizer.ipynb #d16556c0
 class OptView:
@@ -251,18 +251,13 @@ class _Step(OnXLAOpt):
         up = iter(upload([o for b in ns for n in b for o in n], buckets[0].ps[0].device))
         for b,n in zip(buckets, ns): b.step(self.cbs, self.hypers[b.group], [[next(up) for _ in o] for o in n])
 
-_opt_classes = {}
-def _opt_class(cls, mixin):
-    if (cls,mixin) not in _opt_classes: _opt_classes[cls,mixin] = type(cls.__name__, (mixin, cls), dict(plain_class=cls, __doc__=cls.__doc__))
-    return _opt_classes[cls,mixin]
-
 def opt_form(
     opt # A fastai `Optimizer`, `Lookahead` or `OptimWrapper`, or None
 ):
     "Let `opt` step in the form for XLA, if it can: the same object, with the same results"
     while isinstance(opt, Optimizer) and not isinstance(opt, OnXLAOpt):
         known = type(opt) is Optimizer and all(_function(cb)[0] in _forms or _function(cb)[0] is step_stat for cb in opt.cbs)
-        opt.__class__ = _opt_class(type(opt), _Step if known else OnXLAOpt)
+        opt.__class__ = class_in_front(type(opt), _Step if known else OnXLAOpt)
         opt = opt.opt if isinstance(opt, Lookahead) else None
 
 def opt_ready(

@@ -65,13 +65,17 @@ def default_spec(
             if shape[d] % size == 0: return tuple('fsdp' if i == d else None for i in range(len(shape)))
     return (None,)*len(shape)
 
+def _names(o):
+    "The axes that split a dimension: none, one or several"
+    return () if o is None else (o,) if isinstance(o, str) else tuple(o)
+
 def _check_spec(name, shape, spec, sizes):
     spec = tuple(spec) if isinstance(spec, (tuple, list)) else (spec,)
     what = f"The rule {spec} for {name}"
     if len(spec) != len(shape): raise ValueError(f"{what} has {len(spec)} entries, and the parameter, of shape {tuple(shape)}, has {len(shape)} dimensions")
     used = []
     for d,o in zip(shape, spec):
-        names = () if o is None else (o,) if isinstance(o, str) else tuple(o)
+        names = _names(o)
         for a in names:
             if a not in sizes: raise ValueError(f"{what} names the axis {a!r}; the mesh has {', '.join(map(repr, sizes))}")
             if a in used: raise ValueError(f"{what} uses the axis {a!r} twice")
@@ -149,9 +153,8 @@ def shard_slices(
         at = dict(zip(sizes, where))
         part = []
         for d,o in zip(shape, spec):
-            names = () if o is None else (o,) if isinstance(o, str) else o
-            n = i = 0
-            n = int(np.prod([sizes[a] for a in names]))
+            names = _names(o)
+            i,n = 0,int(np.prod([sizes[a] for a in names]))
             for a in names: i = i*sizes[a] + at[a]
             step = -(-d//n)
             part.append((min(i*step, d), min((i+1)*step, d)))
@@ -255,8 +258,7 @@ class Split:
 
     def _model_part(self, o):
         "The axes of `o` that split the model alone"
-        names = () if o is None else (o,) if isinstance(o, str) else o
-        keep = tuple(a for a in names if a in model_axes)
+        keep = tuple(a for a in _names(o) if a in model_axes)
         return None if not keep else keep[0] if len(keep) == 1 else keep
 
     @staticmethod
@@ -347,6 +349,8 @@ class XLASplit(Callback):
     def before_batch(self): self.learn.xla_split.bs = find_bs(self.learn.xb)
     def after_backward(self): self.learn.xla_split.mark_gradients()
 
+_settings = 'xla_mesh', 'xla_split', 'xla_specs', 'xla_remat'
+
 class OnSPMD(OnXLA):
     "What a learner does differently in SPMD mode"
     def _upload(self, t): return self.xla_mesh.upload(t)
@@ -355,12 +359,12 @@ class OnSPMD(OnXLA):
     def detach_xla(self):
         self.xla_split.undo()
         self.remove_cbs(L(cb for cb in self.cbs if isinstance(cb, XLASplit)))
-        for o in ('xla_mesh', 'xla_split', 'xla_specs', 'xla_remat'): vars(self).pop(o, None)
+        for o in _settings: vars(self).pop(o, None)
         return super().detach_xla()
 
     @contextmanager
     def _plain_learner(self):
-        mine = {o: vars(self).pop(o) for o in ('xla_mesh', 'xla_split', 'xla_specs', 'xla_remat')}
+        mine = {o: vars(self).pop(o) for o in _settings}
         mine['xla_split'].undo()
         cbs = L(cb for cb in self.cbs if isinstance(cb, XLASplit))
         try:
